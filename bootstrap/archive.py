@@ -1,8 +1,9 @@
-"""A bootstrap node's disk: the log of rounds, its vote, every payload, and the run's text.
+"""A bootstrap node's disk: the log of rounds, its vote, two states and the payloads since, and the run's text.
 
 DIR/log is the run's log (protocol/wire/logfile.py); a record that a crash left incomplete is cut off at the next start.
 DIR/manifest.json is the manifest, so that the folder can be verified by itself. DIR/vote is the newest promise of the
-quorum's acceptor, `crc32 | promise`. DIR/blobs keeps all that was committed.
+quorum's acceptor, `crc32 | promise`. DIR/blobs keeps the payloads that were committed since the older of the states
+that are kept (protocol/ledger/retention.py), and the shards of both.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from peer.net.blobs import Blob, BlobStore, Coming, Place
+from peer.net.blobs import NO_ROUND, Blob, BlobStore, Coming, Place
 from peer.net.disk import Disk, disk_error, disk_errors
 from peer.net.lru import LruDict
 from protocol.codec import blob_hash
 from protocol.errors import UsageError
 from protocol.ledger import board, history
 from protocol.ledger.history import NEWEST, Kept, Stretch, Tip, unpacked
+from protocol.ledger.retention import StateRounds
 from protocol.run import corpus
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints, framing, logfile
@@ -129,6 +131,7 @@ class Archive:
         """Each round's commit."""
         self.named: set[str] = set()
         """All nodes that decrees of the log have named as operators."""
+        self.states = StateRounds(self.manifest)
         self._read()
         self.vote = self._read_vote()
 
@@ -223,8 +226,10 @@ class Archive:
                 self._take(raw, at)
             return
         last = {stretch.last.commit.round: stretch.last.commit for stretch in proved}
+        sizes = {packed.round: packed.payload_bytes for stretch in proved for packed in stretch.before}
         for _, raw in batch:
-            self._add(raw, last.get(len(self.records)))
+            round = len(self.records)
+            self._add(raw, last.get(round), sizes.get(round, 0))
 
     def _take(self, raw: bytes, at: int) -> None:
         head, where = self.commits[-1] if self.commits else None, f"log {self.folder / 'log'}: the record at byte {at}"
@@ -240,14 +245,29 @@ class Archive:
             raise UsageError(f"{where} {problem}; restore the file or choose another --dir")
         self._add(raw, record.commit)
 
-    def _add(self, raw: bytes, commit: Commit | None) -> None:
-        """Adds the next record. `commit`: None if it is to be decoded later; then it changes no operators."""
+    def lacks(self, round: int) -> list[str]:
+        """The shards of the archived state after `round` that are not stored."""
+        digests = self.states.digests[round]
+        return [shard for shard, name in digests.items() if self.blobs.round_of(name) != NO_ROUND]
+
+    def newest_state(self, round: int) -> int:
+        """The newest round up to `round` whose state is stored, or follows from the seed."""
+        return next(each for each in reversed(self.states.digests) if each <= round and not self.lacks(each))
+
+    def _add(self, raw: bytes, commit: Commit | None, size: int = 0) -> None:
+        """Adds the next record.
+
+        commit: None if it is to be decoded later; then it changes no operators
+        size: bytes of its payloads, where `commit` is None
+        """
         self._ends.append(logfile.end_of(self._ends[-1] if self._ends else 0, raw))
         self.records.append(raw)
         if commit is None:
             self.commits.append_older()
+            self.states.follow_packed(size, lambda: self.commits[-1])
             return
         self.commits.append(commit)
+        self.states.follow(commit)
         if commit.board is not None:
             self.named.update(commit.board.names)
 

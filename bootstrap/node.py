@@ -32,6 +32,7 @@ from bootstrap.sessions import (
     Sessions,
     unexpected,
 )
+from bootstrap.states import StateKeeper, StoreState
 from peer import events
 from peer.net.bandwidth import BandwidthServer
 from peer.net.base import Clock, Transport
@@ -138,14 +139,16 @@ class Work(NamedTuple):
 
     plan: a plan
     digest: of a shard after a round by the log, None where that is not cheap
+    store_state: see bootstrap/states.py
     """
 
     plan: Callable[[Question], Plan | None] = Question.answer
     digest: Callable[[str, int], str | None] = lambda shard, round: None
+    store_state: StoreState = lambda shard, after, round, is_over: None
 
 
 WORK = Work()
-"""What every node has: plans without a relay's limit, and no digests."""
+"""What every node has: plans without a relay's limit, no digests, and no states, so that its archive keeps all."""
 
 
 class BootstrapNode:
@@ -196,6 +199,7 @@ class BootstrapNode:
         self._stays = presence.PresenceRecord()
         self._latency = Latency(transport, clock, self._directory.placed, random.Random(own))
         self._payloads = Payloads(transport, archive, self._directory, emit, self._events.put)
+        self._states = StateKeeper(archive, self._payloads, work.store_state, self._tell_operator)
         known, read = self._payloads.notes.known, require(archive.blobs.get)
         self._planning = LatestJob[Question, leader_events.Planned](
             "planner",
@@ -262,7 +266,7 @@ class BootstrapNode:
         if archive.commits:
             self._emit(extend(events.Commit, archive.commits[-1]))
         self._forget(await self._payloads.sweep(archive.commits))
-        self._payloads.complete(itertools.islice(archive.commits, len(archive.commits)))
+        self._payloads.complete(range(archive.states.begin + 1, len(archive.commits)))
         own = transport.peer_id
         tasks = (
             self._pump(),
@@ -270,6 +274,7 @@ class BootstrapNode:
             self._planning.run(),
             self._judging.run(),
             self._recomputing.run(),
+            self._states.run(),
             self._proposals.run(),
             self._directory.announce(lambda sealed: self.roster.add(own, sealed)),
             self._directory.publish(),
@@ -565,7 +570,8 @@ class BootstrapNode:
         self._proposals.decided(record.commit)
         self._stays.begin(self._ready)
         self._sessions.post_all(self.archive.records[record.commit.round])
-        self._payloads.complete([record.commit])
+        self._payloads.complete(range(record.commit.round, record.commit.round + 1))
+        self._states.news.set()
 
     def _finish(self, round: int) -> None:
         final, model = self.leader.attestations.majority(round), self.manifest.model

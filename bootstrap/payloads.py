@@ -1,7 +1,8 @@
 """Fetches payloads, and the lists that name them, into a bootstrap node's archive.
 
 They are checked within all their bounds and stored before they count as held. When a round is decided, what was
-offered to it and is not committed is removed.
+offered to it and is not committed is removed, and then what lies before the states that are kept, once both are stored
+(protocol/ledger/retention.py).
 """
 
 from __future__ import annotations
@@ -9,25 +10,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bootstrap.archive import Archive
 from peer import events
 from peer.net.base import Transport, TransportLost
-from peer.net.blobs import Fetcher
+from peer.net.blobs import NO_ROUND, Fetcher
 from peer.net.blobs.holders import Holders
 from peer.net.directory import Directory
 from peer.net.rate_limits import Rate, TokenBucket
 from protocol.codec import sparse
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
-from protocol.ledger import part_lists
+from protocol.ledger import part_lists, retention
 from protocol.ledger.part_lists import Parts
 from protocol.quorum import paxos_events
 from protocol.round import comparing, leader_events
 from protocol.round.comparing import Notes
+from protocol.run import layout
 from protocol.wire.commit import Commit, Part, Share
 from protocol.wire.session import Withdraw
 
@@ -58,6 +60,7 @@ class Payloads:
         """By blob: who else offers it, with holders and the round, while it is fetched for the first."""
         self._wanted: dict[str, int] = {}  # by blob that is or was lately being fetched: the newest round it is for
         self._decided = -1
+        self._incomplete = set[int]()  # rounds of which not all payloads are known to be here, as theirs
         self._warnings = TokenBucket(*WARNINGS)
         self._tasks: set[asyncio.Task[None]] = set()
         holders = Holders(self._warn)
@@ -65,9 +68,16 @@ class Payloads:
             self.transport, self.archive.blobs, reach=self.directory.reach, sync=True, holders=holders
         )
 
-    def complete(self, commits: Iterable[Commit]) -> None:
-        """Starts fetching what the commits name and the archive lacks, until it has it."""
-        self._spawn(self._complete(commits))
+    def complete(self, rounds: range) -> None:
+        """Starts fetching what the commits of these rounds name and the archive lacks, as long as it is kept."""
+        self._incomplete.update(rounds)
+        self._spawn(self._complete(rounds))
+
+    async def fetch_state(self, shard: str, digest: str) -> None:
+        """Fetches a state of a shard from the other operators' nodes. Raises RemoteError, UsageError."""
+        size, nodes = layout.shard_bytes(self._manifest.model, shard), self._asked(())
+        with self._busy(digest):
+            await self.fetcher.fetch(digest, size, nodes, round=NO_ROUND)
 
     def fetch(self, holders: Sequence[str], part: Part, sender: str, round: int) -> None:
         """Starts fetching a payload of `sender`'s offer to `round`, from `holders` or the other operators' nodes."""
@@ -85,10 +95,14 @@ class Payloads:
         self._spawn(self._keep(parts, round))
 
     async def settle(self, commit: Commit) -> set[str]:
-        """Removes what was offered to a decided round and not committed, and abandoned fetches.
+        """Removes what was offered to a decided round and not committed, abandoned fetches, and what is not kept.
 
-        Returns the names of the removed blobs. Removes nothing while a list of the commit is missing.
+        Called before anything is offered to the next round, which may name what is removed. Returns the names of the
+        removed blobs. Removes nothing of the round while a list of its commit is missing.
         """
+        return await self._settle(commit) | await asyncio.to_thread(self._prune, commit.round)
+
+    async def _settle(self, commit: Commit) -> set[str]:
         committed = await asyncio.to_thread(self._names, commit)
         if committed is None:
             return set()
@@ -110,7 +124,26 @@ class Payloads:
 
     async def sweep(self, commits: Sequence[Commit]) -> set[str]:
         """Does `settle` for the newest of these commits, before anything is offered."""
-        return set().union(*[await self.settle(commit) for commit in commits[-SWEPT_ROUNDS:]])
+        return set().union(*[await self._settle(commit) for commit in commits[-SWEPT_ROUNDS:]])
+
+    def _prune(self, round: int) -> set[str]:
+        """Removes payloads and states that are not kept after the commit of `round`. Returns the names."""
+        archive, blobs = self.archive, self.archive.blobs
+        begin, kept = archive.states.begin, archive.states.kept
+        states = {digest for each in kept for digest in archive.states.digests[each].values()}
+        old, former = blobs.older(begin), blobs.of_no_round() - states
+        if not begin or not (old or former) or any(archive.lacks(each) for each in kept):
+            return set()
+        needed = {name for name, wanted in self._wanted.items() if wanted > round}
+        for each in {round, *self._incomplete}:  # they may name again what an earlier round named
+            named = self._names(archive.commits[each]) if self._is_kept(each) else set()
+            if named is None:
+                return set()
+            needed |= named
+        gone = former.union(*[names for each in old if (names := each - needed)][: retention.PRUNED_ROUNDS])
+        for name in gone:
+            blobs.remove(name)
+        return gone
 
     def _names(self, commit: Commit) -> set[str] | None:
         """Returns all names in a commit, None while a list of it is missing."""
@@ -149,20 +182,32 @@ class Payloads:
         await self.fetcher.aclose()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _complete(self, commits: Iterable[Commit]) -> None:
-        for commit in commits:
-            for share in commit.shares:
-                self._want(share.root, _FOR_GOOD)
-                holders = (*self._nodes(), share.peer)  # its maker may have left
-                while (parts := await self._list_of(holders, share, commit.round)) is None:
-                    await asyncio.sleep(RETRY_SECONDS)
-                self._wanted.pop(share.root, None)
-                for part in parts:
-                    self._want(part.digest, _FOR_GOOD)
-                    while not self.archive.blobs.has(part.digest):
-                        await self._fetch(holders, part, share.peer, commit.round)
-                        await asyncio.sleep(0 if self.archive.blobs.has(part.digest) else RETRY_SECONDS)
-                    self._wanted.pop(part.digest, None)
+    async def _complete(self, rounds: range) -> None:
+        for round in rounds:
+            if self._is_kept(round):
+                for share in self.archive.commits[round].shares:
+                    await self._complete_share(share, round)
+            self._incomplete.discard(round)
+
+    async def _complete_share(self, share: Share, round: int) -> None:
+        holders = (*self._nodes(), share.peer)  # its maker may have left
+        parts: Parts | None = None
+        self._want(share.root, _FOR_GOOD)
+        while self._is_kept(round) and (parts := await self._list_of(holders, share, round)) is None:
+            await asyncio.sleep(RETRY_SECONDS)
+        self._wanted.pop(share.root, None)
+        for part in parts or ():
+            self._want(part.digest, _FOR_GOOD)
+            while self._is_kept(round) and not self.archive.blobs.has(part.digest):
+                await self._fetch(holders, part, share.peer, round)
+                await asyncio.sleep(0 if self.archive.blobs.has(part.digest) else RETRY_SECONDS)
+            self._wanted.pop(part.digest, None)
+        for name in (share.root, *(part.digest for part in parts or ())):
+            if -1 < self.archive.blobs.round_of(name) < round:  # an earlier round named it, too
+                await asyncio.to_thread(self.archive.blobs.renew, name, round)
+
+    def _is_kept(self, round: int) -> bool:
+        return round > self.archive.states.begin
 
     async def _keep(self, parts: Parts, round: int) -> None:
         with self._busy(root := part_lists.root_of(parts)):

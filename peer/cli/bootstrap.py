@@ -18,7 +18,7 @@ from peer.cli.auditing import audit_beside, auditor
 from peer.cli.options import Announce, Dir, Host, Json, LogFile, Port, with_options
 from peer.events import Emitter
 from peer.log import reader
-from peer.log.recompute import Recomputer
+from peer.log.recompute import Recomputer, store_state
 from peer.net import keyfile, processes
 from peer.net.address import parse, peers_of
 from peer.net.base import Transport
@@ -166,8 +166,12 @@ async def serve(config: NodeConfig) -> None:
                 await _fetch_tokenizer(config, transport, archive, emit)
             together = config.relay_bps * len(manifest.operators)  # assumes the same limit for all nodes
             auditors = frozenset({auditor(folder)} if options.audit else ())
-            digest = Recomputer(manifest, archive.commits, archive.blobs.get).digest
-            work = Work(functools.partial(Question.answer, relay_bps=together), digest)
+            recomputer = Recomputer(manifest, archive.commits, archive.blobs.get, newest_state=archive.newest_state)
+            work = Work(
+                functools.partial(Question.answer, relay_bps=together),
+                recomputer.digest,
+                functools.partial(store_state, manifest, archive.commits, archive.blobs),
+            )
             node = BootstrapNode(identity, transport, archive, emit, config.others, auditors=auditors, work=work)
             async with running.shown_alive(folder), asyncio.TaskGroup() as group:
                 auditing = options.audit and group.create_task(

@@ -41,7 +41,7 @@ from protocol.wire.schema import plain
 
 if TYPE_CHECKING:
     from peer.log.reader import Source
-    from peer.log.replay import Problem
+    from peer.log.replay import Problem, State
     from protocol.codec.topk import Empty
 
 app = group()
@@ -82,7 +82,8 @@ async def verify(
 ) -> None:
     """Verify a run's log: every commit, and the model replayed from its payloads against what the peers attested.
 
-    One line per problem. Exit code 0: all is well; 1: it is not; 2: bad usage or input.
+    It is replayed from the oldest state whose later payloads the archive still has. One line per problem. Exit code 0:
+    all is well; 1: it is not; 2: bad usage or input.
     """
     from peer.log import replay
 
@@ -93,10 +94,17 @@ async def verify(
         if manifest is None:
             return _note(f"log {source.name}: has no rounds yet")
         empty = room_for(manifest.model)
-        start = replay.start_from(manifest, checkpoint, empty) if checkpoint else None
+        if checkpoint is not None:
+            start: State | None = replay.start_from(manifest, checkpoint, empty)
+        else:
+            start = await replay.archived_state(manifest, source, empty)
         done = await replay.verify(manifest, source.records(), source.payload, report, start, empty)
+        if done.problems and start is not None:
+            begin, _ = await replay.archive_begin(manifest, source)
+            if begin > start.round:
+                _note(f"the run went on, and its archive now begins after round {begin}: verify again")
     head = done.head.round if done.head else -1
-    if start is not None and start.round >= head:
+    if checkpoint is not None and start is not None and start.round >= head:
         raise UsageError(
             f"checkpoint {checkpoint}: is of round {start.round}, the log ends at round {head}; give an older one"
         )
@@ -105,6 +113,11 @@ async def verify(
         f" {count(range(done.contributions), 'contribution')}; replayed {count(range(done.payloads), 'payload')}"
         f" ({size(done.payload_bytes)}) from round {start.round if start else 0} on"
     )
+    if checkpoint is None and start is not None:
+        print(
+            f"up to round {start.round} the commits alone were checked: the archive keeps the state after that round,"
+            " which has the log's digests, and the payloads since"
+        )
     print(f"{done.agreed} of {done.attested} attested digests of shards are what the replay gives")
     if head >= 0 and set(layout.shard_names(manifest.model)) <= set(done.digests):
         print(f"state after round {head}: {layout.state_digest(manifest.model, done.digests)}")

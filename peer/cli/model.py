@@ -162,7 +162,9 @@ async def replayed(choice: Choice) -> Replayed:
         if manifest is None:
             raise UsageError(f"log {source.name}: has no rounds yet; there is no model before the first")
         empty = room_for(manifest.model)
-        start = _start(manifest, choice.checkpoints) if choice.checkpoints else None
+        archived = None if choice.checkpoints else await replay.archived_state(manifest, source, empty)
+        is_later = archived is not None and round is not None and archived.round > round
+        start = _start(manifest, choice.checkpoints) if choice.checkpoints else None if is_later else archived
         if start is not None and round is not None and start.round > round:
             raise UsageError(f"--checkpoint: is of round {start.round}, after --round {round}; give an older one")
         done = await replay.verify(
@@ -170,6 +172,11 @@ async def replayed(choice: Choice) -> Replayed:
         )
         head = -1 if done.head is None else done.head.round
         reached = min(head, round) if round is not None else head
+        if done.problems and is_later and archived is not None:
+            raise UsageError(
+                f"log {source.name}: its archive begins after round {archived.round}; give a later --round, or a"
+                " --checkpoint"
+            )
         if done.problems:
             raise LocalError(
                 f"log {source.name}: {clean(str(done.problems[0]), 300)}; no model is made of it, see potluck log"

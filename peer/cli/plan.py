@@ -21,7 +21,7 @@ from peer.ui.monitor import Monitor
 from peer.ui.text import blocks, clean, count, duration, meant, rate, size
 from protocol.errors import UsageError, shown
 from protocol.identity import short_peer
-from protocol.ledger import schedule
+from protocol.ledger import part_lists, retention, schedule
 from protocol.planning import memory
 from protocol.planning.budget import Budget, holds_whole
 from protocol.planning.partition import Candidate, candidate
@@ -364,6 +364,13 @@ def plan_lines(
         yield f"  spare  {_short_name(peer)}: {why_spare(manifest, there[peer])}"
     if len(spares) > MOST_SPARES:
         yield f"  and {len(spares) - MOST_SPARES} more spares"
+    stages = [part for replica in replicas for part in replica.ranges]
+    shards = [shard for first, last in stages for shard in memory.stage_shards(manifest, first, last)]
+    a_round = sum(part_lists.largest_payload(manifest, shard) for shard in shards)
+    yield (
+        f"a round brings {size(a_round)} of payloads; each operator's node keeps"
+        f" {size(retention.archive_bytes(manifest, a_round))} of states and payloads at most"
+    )
 
 
 def _speedup(manifest: Manifest, candidates: Sequence[Candidate], total: float) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -32,7 +33,7 @@ from peer.demo import recipe
 from peer.demo.recipe import TOKENIZER, DemoOptions, PeerSpec, demo_corpus, identity_of
 from peer.events import Emitter, Event, Sink, from_json
 from peer.log import replay
-from peer.log.recompute import Recomputer
+from peer.log.recompute import Recomputer, store_state
 from peer.net import directory
 from peer.net.base import cancel
 from peer.net.disk import Disk, disk_errors
@@ -316,8 +317,9 @@ async def run_in_memory(
     archive.save_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes())
     node_transport = network.transport(key.peer_id, directory.valid_record(manifest.run_id))
     emit = Emitter("bootstrap", queue.put_nowait)
-    compute = Recomputer(manifest, archive.commits, archive.blobs.get).digest
-    serving = BootstrapNode(key, node_transport, archive, emit, work=Work(digest=compute))
+    compute = Recomputer(manifest, archive.commits, archive.blobs.get, newest_state=archive.newest_state).digest
+    store = functools.partial(store_state, manifest, archive.commits, archive.blobs)
+    serving = BootstrapNode(key, node_transport, archive, emit, work=Work(digest=compute, store_state=store))
     node = asyncio.create_task(serving.serve())
     tasks: set[asyncio.Task[Any]] = {node}
     storages = []

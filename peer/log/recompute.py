@@ -1,20 +1,25 @@
-"""Computes the state of a shard from the log and the payloads, as `potluck log verify` does, for a bootstrap node to
-see which of several attested states is true.
+"""Computes the state of a shard from the log and the payloads, as `potluck log verify` does, for a bootstrap node: the
+states that its archive keeps, and which of several attested states is true.
 
-That is done only if it is cheap. States are kept in memory, so that each of the next rounds costs one step.
+The latter is done only if it is cheap. States are kept in memory, so that each of the next rounds costs one step.
 """
 
 from __future__ import annotations
 
+import functools
+import io
 import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from peer.net.blobs import BlobStore
 from peer.net.lru import LruDict
+from peer.state import tensor_file
 from peer.state.outer_optimizer import Outer
 from protocol.codec.sparse import PayloadError
+from protocol.codec.topk import in_memory
 from protocol.ledger import part_lists
 from protocol.ledger.part_lists import BadList
 from protocol.run import init, layout
@@ -28,26 +33,74 @@ MOST_WORK = 8 << 30
 PAYLOAD_WORK for each byte of payloads; and ROUND_WORK for whatever it takes besides."""
 PAYLOAD_WORK, ROUND_WORK = 32, 1 << 20
 KNOWN = 16
+Read = Callable[[str], bytes | None]
+"""Gives payloads and lists of parts by name, None for those that are not here."""
+
+
+def store_state(
+    manifest: Manifest,
+    commits: Sequence[Commit],
+    blobs: BlobStore,
+    shard: str,
+    after: int,
+    round: int,
+    is_over: Callable[[], bool] = lambda: False,
+) -> bool | None:
+    """Computes a shard's state after `round` from its stored state `after` (0: from the seed), and stores it if its
+    digest is that of the next commit. Returns whether it is; None if a payload is not here, or if `is_over`.
+
+    Raises UsageError.
+    """
+    spec, outer = manifest.model, manifest.outer
+    empty = functools.partial(blobs.disk.arrays, blobs.folder.parent)
+    small = layout.shard_bytes(spec, shard) <= MOST_BYTES
+    replay = Outer(spec, outer.codec, outer.beta, outer.eta, empty=in_memory if small else empty)
+    if not after:
+        replay.theta[shard] = init.initial_shard(spec, manifest.seed_bytes, shard, empty=replay.empty)
+    else:
+        replay.theta[shard] = replay.empty(layout.shapes(spec, shard))
+        blob = blobs.find(commits[after + 1].digests[shard])
+        try:
+            if blob is None:
+                return None
+            with blob.disk.open(blob.path) as file:
+                tensor_file.fill(file, replay.theta[shard])
+        except (OSError, tensor_file.Damaged):
+            return None
+    try:
+        for each in range(after + 1, round + 1):
+            if is_over():
+                return None
+            replay.apply(shard, _payloads(commits[each], shard, blobs.get))
+    except (KeyError, BadList, PayloadError):
+        return None
+    is_right = (digest := replay.digest(shard)) == commits[round + 1].digests[shard]
+    if is_right:
+        blobs.put_of_no_round(layout.shard_pieces(replay.theta[shard]), digest)
+    return is_right
 
 
 class Recomputer:
     """Used from several threads.
 
     commits: by round
-    read: gives payloads and lists of parts by name, None for those that are not here
+    read: gives states of shards, too
+    newest_state: gives the newest round up to another of which `read` has the whole state; 0: none
     """
 
     def __init__(
         self,
         manifest: Manifest,
         commits: Sequence[Commit],
-        read: Callable[[str], bytes | None],
+        read: Read,
         most_work: int = MOST_WORK,
+        newest_state: Callable[[int], int] = lambda round: 0,
     ) -> None:
         self._manifest = manifest
         self._commits = commits
         self._get = read
         self._most_work = most_work
+        self._newest_state = newest_state
         self._lock = threading.Lock()
         self._kept: dict[str, tuple[int, list[NDArray[np.float32]]]] = {}
         self._known = LruDict[tuple[str, int], str](KNOWN)
@@ -64,14 +117,15 @@ class Recomputer:
         if round < 0 or shard not in layout.shard_names(spec) or layout.shard_bytes(spec, shard) > MOST_BYTES:
             return None
         replay, (after, state) = Outer(spec, outer.codec, outer.beta, outer.eta), self._kept.pop(shard, (-1, []))
-        if not 0 <= after <= round:
-            after, state = 0, init.initial_shard(spec, self._manifest.seed_bytes, shard)
+        stored = self._newest_state(round)
+        if not stored <= after <= round:
+            after, state = self._begin(shard, stored)
         replay.theta[shard] = state
         try:
             if not self._is_cheap(shard, after, round):
                 return None
             for each in range(after + 1, round + 1):
-                replay.apply(shard, self._payloads(self._commits[each], shard))
+                replay.apply(shard, _payloads(self._commits[each], shard, self._get))
                 after = each
         except (KeyError, IndexError, BadList, PayloadError):
             return None
@@ -94,13 +148,25 @@ class Recomputer:
             left -= PAYLOAD_WORK * portion * sum(share.size for share in self._commits[each].shares)
         return left >= 0
 
-    def _payloads(self, commit: Commit, shard: str) -> list[tuple[float, bytes]]:
-        """Raises KeyError if one is not here, BadList."""
-        lists = {share.root: part_lists.unpack(self._read(share.root)) for share in commit.shares}
-        return [(weight, self._read(part.digest)) for weight, part, _ in commit.payloads(shard, lists)]
+    def _begin(self, shard: str, after: int) -> tuple[int, list[NDArray[np.float32]]]:
+        """A shard's stored state, or that of the seed, and its round."""
+        spec = self._manifest.model
+        raw = self._get(self._commits[after + 1].digests[shard]) if after else None
+        if raw is None:
+            return 0, init.initial_shard(spec, self._manifest.seed_bytes, shard)
+        state = in_memory(layout.shapes(spec, shard))
+        tensor_file.fill(io.BytesIO(raw), state)
+        return after, state
 
-    def _read(self, name: str) -> bytes:
-        data = self._get(name)
+
+def _payloads(commit: Commit, shard: str, get: Read) -> list[tuple[float, bytes]]:
+    """The weights and payloads of a commit's shard. Raises KeyError if one is not here, BadList."""
+
+    def read(name: str) -> bytes:
+        data = get(name)
         if data is None:
             raise KeyError(name)
         return data
+
+    lists = {share.root: part_lists.unpack(read(share.root)) for share in commit.shares}
+    return [(weight, read(part.digest)) for weight, part, _ in commit.payloads(shard, lists)]

@@ -2,19 +2,24 @@
 
     the model at round r  =  θ(0)  +  the commits 1..r  +  the sparse payloads that they name
 
-Verification trusts no peer: it needs the log and the payloads, and compares its result with the attested digests.
+Verification trusts no peer: it needs the log and the payloads, and compares its result with the attested digests. Where
+the archive does not keep the first payloads any more it replays from the older of the states that are kept
+(protocol/ledger/retention.py), whose digests are the log's.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+import contextlib
+import io
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from peer.log.reader import BadPayload
+from peer.log.reader import BadPayload, Source
+from peer.state import tensor_file
 from peer.state.outer_optimizer import Outer
 from peer.state.storage import Shards, read_theta
 from protocol.codec import blob_hash
@@ -25,14 +30,17 @@ from protocol.identity import short_peer
 from protocol.ledger import history, part_lists, rules, run_state
 from protocol.ledger.history import BadCommit
 from protocol.ledger.part_lists import BadList, Lists, Parts
+from protocol.ledger.retention import StateRounds
 from protocol.ledger.run_state import RunState
 from protocol.planning import memory
 from protocol.round import comparing, judging
 from protocol.round.comparing import Notes
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
+from protocol.wire import encoding
 from protocol.wire.bounds import LEAST_COMPARED
 from protocol.wire.commit import Commit, Contribution, Part, Share
+from protocol.wire.encoding import MessageError
 from protocol.wire.plan import Plan
 
 CONCURRENT_FETCHES = 8
@@ -81,6 +89,30 @@ def replay(manifest: Manifest, commits: Sequence[Commit], payload: Callable[[str
 
 Payload = Callable[[str, int], Awaitable[bytes]]
 """(digest, size) -> the blob with this digest. Raises BadPayload, RemoteError."""
+
+
+async def archive_begin(manifest: Manifest, source: Source) -> tuple[int, Mapping[str, str]]:
+    """The round after which an archive keeps all payloads, by its log, and the digests of the state after it; none for
+    θ(0). Raises what `source` raises, except BadCommit."""
+    states = StateRounds(manifest)
+    with contextlib.suppress(BadCommit, MessageError):  # `verify` says what is wrong
+        async for raw in source.records():
+            states.follow(encoding.decode_record(raw, "the log").commit)
+    return states.begin, states.digests[states.begin]
+
+
+async def archived_state(manifest: Manifest, source: Source, empty: Empty = in_memory) -> State | None:
+    """The state with which an archive begins; None if that is θ(0), or cannot be had. Raises as `archive_begin`."""
+    begin, digests = await archive_begin(manifest, source)
+    theta = Shards()
+    try:
+        for shard, digest in digests.items():
+            raw = await source.payload(digest, layout.shard_bytes(manifest.model, shard))
+            theta[shard] = empty(layout.shapes(manifest.model, shard))
+            await asyncio.to_thread(tensor_file.fill, io.BytesIO(raw), theta[shard])
+    except (BadPayload, RemoteError, tensor_file.Damaged):
+        return None
+    return State(begin, theta, {}) if theta else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ nothing: protocol/ledger/retention.py says what is kept, written and fetched, an
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass
@@ -27,7 +29,7 @@ from peer.node.sessions import Operators, Sessions
 from peer.node.training import InnerLoop, Training, add_to_feedback, encode_update
 from peer.state.handover import REQUEST_BYTES, Giving, Taking
 from peer.state.outer_optimizer import Outer
-from peer.state.payloads import Exchange
+from peer.state.payloads import CommitsWait, Exchange, PayloadsGone
 from peer.state.recovery import Recovery, WarmUp
 from peer.state.storage import Checkpoint, Feedback, FeedbackWriter, Shards, Storage
 from protocol.identity import short_peer
@@ -96,6 +98,9 @@ class Rounds:
         self._scratch: list[NDArray[np.float32]] = []
         self._worker = ThreadPoolExecutor(1, "rounds")
         self._events: asyncio.Queue[member_events.Event] = asyncio.Queue()
+        self._waiting_commits = 0  # events with commits in the queue
+        self._again: member_events.Apply | member_events.HoldShards | None = None
+        """What was given up until these commits are learned."""
         self._looked_at = float("-inf")
         self._checkpointed = -1 if restored is None else restored.round
         self._replayed_bytes = 0
@@ -128,11 +133,13 @@ class Rounds:
             wake=self._tick,
         )
         self._moments = MomentsExchange(manifest, peer, self.exchange, self.inner_loop)
-        self._recovery = Recovery(manifest, self.outer, storage, self.exchange, self.member.commits, self.emit)
-        self._warm_up = WarmUp(self._recovery, lambda: self.member.applied, self._tick)
+        recovery = Recovery(manifest, self.outer, storage, self.exchange, self.member.commits, self.emit)
+        self._recovery = dataclasses.replace(recovery, waits=lambda: self._waiting_commits > 0)
+        self._warm_up = WarmUp(recovery, lambda: self.member.applied, self._tick)
 
     def put(self, event: member_events.Event) -> None:
         """Hands an event to the machine."""
+        self._waiting_commits += isinstance(event, member_events.Committed | member_events.LogCame)
         self._events.put_nowait(event)
 
     def _tick(self) -> None:
@@ -201,13 +208,15 @@ class Rounds:
     async def _handle(self, event: member_events.Event) -> bool:
         """Carries out what the machine makes of an event. Whether the run is over."""
         member = self.member
+        self._waiting_commits -= isinstance(event, member_events.Committed | member_events.LogCame)
         self._feedback.look()
         if isinstance(event, member_events.Tick):
             await self._giving.step(member.commits, member.plan)
             await self._taking.step()
             self._moments.follow(member.plan)
             if self._lacks_state():
-                await self._hold_shards(member.commits[member.applied], whole=True)
+                with contextlib.suppress(CommitsWait):
+                    await self._hold_shards(member.commits[member.applied], whole=True)
                 self._moments.prepare(member.plan, tuple(self.outer.theta))
         effects = member.handle(event, self._clock.steady())
         self._follower.follow(member.commits)
@@ -220,6 +229,9 @@ class Rounds:
             if isinstance(effect, member_events.Finish):
                 return True
             await self._do(effect)
+        if self._again is not None and self._events.empty():
+            again, self._again = self._again, None
+            await self._do(again)
         return False
 
     async def _tick_always(self) -> None:
@@ -316,11 +328,18 @@ class Rounds:
                 await self._feedback.written()
                 await self._work(self._restore_feedback, offer)
                 self._feedback.changed(offer.round, restored=True)
-            case member_events.Apply(commit, rebuild):
-                self.put(member_events.Applied(await self._apply(commit, rebuild)))
-            case member_events.HoldShards(commit):
-                await self._timed("hold", self._hold_shards(commit))
-                self.put(member_events.ShardsHeld(commit.round))
+            case member_events.Apply() | member_events.HoldShards():
+                try:
+                    self.put(await self._follow(effect))
+                except CommitsWait:
+                    self._again = effect
+
+    async def _follow(self, effect: member_events.Apply | member_events.HoldShards) -> member_events.Event:
+        """Carries out what takes payloads. Raises CommitsWait, and then nothing was done."""
+        if isinstance(effect, member_events.Apply):
+            return member_events.Applied(await self._apply(effect.commit, effect.rebuild))
+        await self._timed("hold", self._hold_shards(effect.commit))
+        return member_events.ShardsHeld(effect.commit.round)
 
     async def _work(self, work: Callable[..., T], *args: object) -> T:
         """Runs `work` on the one thread that changes θ and the feedback, which reuses the memory that it frees."""
@@ -396,13 +415,17 @@ class Rounds:
         """Applies a commit, or where no shard is held skips to a later one. Returns its round."""
         began = self._clock.steady()
         await self._drop_state_if_longer(commit)
+        try:
+            payloads = await self._timed("fetch", self._recovery.payloads(commit.round, list(self.outer.theta)))
+        except PayloadsGone:
+            self._drop_state(commit.round)
+            payloads = await self._recovery.payloads(commit.round, ())
         held, log = list(self.outer.theta), self.member.commits
         if (
             not held
         ):  # the newest commit, or the one that decides our offer; those between name no payload that is needed
             head, offer = self.member.head, self.offer
             commit = log[head if offer is None or offer.round < commit.round else min(offer.round, head)]
-        payloads = await self._timed("fetch", self.exchange.payloads(commit, held, log))
         scratch = None
         if not self.manifest.outer.overlap:  # no training; only this loop has θ once it is compared
             await self._attester.done()
@@ -479,6 +502,12 @@ class Rounds:
             if await self._recovery.is_shorter(held, before, head):
                 self.outer.theta.clear()
 
+    def _drop_state(self, round: int) -> None:
+        """Drops the state, which nothing that the archives keep leads on from; `_hold_shards` builds a newer one. The
+        error feedback stays."""
+        self.network.warn(f"payloads of round {round}: no archive keeps them any more; a newer state takes their place")
+        self.outer.theta.clear()
+
     # --- shards
 
     async def _hold_shards(self, commit: Commit, *, whole: bool = False) -> None:
@@ -491,7 +520,10 @@ class Rounds:
         lacking = [s for s in wanted if s not in self.outer.theta]
         later = [s for s in lacking if used and s not in used]  # training does not wait for them
         await self._warm_up.want(later)
-        await self._recovery.build([s for s in lacking if s not in later], commit.round)
+        try:
+            await self._recovery.build([s for s in lacking if s not in later], commit.round)
+        except PayloadsGone:  # the log went on for long meanwhile
+            self._drop_state(commit.round)
         self.storage.blobs.protected = self._needed(commit.round)
         due = retention.checkpoint_is_due(
             self.manifest, self.peer, commit.round, self._checkpointed, bool(self.outer.theta), self._replayed_bytes

@@ -59,6 +59,14 @@ MOST_PARTS = 1 << 17
 T = TypeVar("T")
 
 
+class PayloadsGone(Exception):
+    """Payloads that the archives need not keep any more could not be fetched; a newer state leads on."""
+
+
+class CommitsWait(Exception):
+    """Payloads could not be fetched, and commits came meanwhile: they are learned before it is tried again."""
+
+
 class PartLists(Mapping[str, Parts]):
     """The lists of parts in the store: root -> parts. Lists that are evicted there, or damaged, are missing.
     Thread-safe."""
@@ -183,9 +191,14 @@ class Exchange:
         self._prefetches[task] = (round, name)
         task.add_done_callback(self._prefetches.pop)
 
-    async def payloads(self, commit: Commit, shards: Sequence[str], log: Mapping[int, Commit]) -> Committed:
+    async def payloads(
+        self, commit: Commit, shards: Sequence[str], log: Mapping[int, Commit], failed: Callable[[int], None]
+    ) -> Committed:
         """The payloads of these shards that `commit` names; retries until it has them. Also begins to fetch those of
-        the next rounds in the `log`."""
+        the next rounds in the `log`.
+
+        failed: called when something of a round could not be fetched; what it raises is raised
+        """
         if not shards:
             return Committed({}, set())
         round = commit.round
@@ -193,30 +206,34 @@ class Exchange:
         for later in range(round + 1, round + 1 + ROUNDS_AHEAD):
             for share in log[later].shares if later in log else ():
                 self.prefetch(later, share, shards)
-        lists = await all_of(self._list_of(share, round) for share in commit.shares)
+        lost = functools.partial(failed, round)
+        lists = await all_of(self._list_of(share, round, lost) for share in commit.shares)
         known = dict(lists)
         items = [item for shard in shards for item in commit.payloads(shard, known)]
         self.store.protected.update(part.digest for _, part, _ in items)
-        found = dict(await all_of(self._payload(part, sender, round) for _, part, sender in items))
+        found = dict(await all_of(self._payload(part, sender, round, lost) for _, part, sender in items))
         by_shard: dict[str, list[tuple[float, bytes]]] = {shard: [] for shard in shards}
         for weight, part, _ in items:
             by_shard[part.shard].append((weight, found[part.digest]))
         return Committed(by_shard, {*known, *found})
 
-    async def _list_of(self, share: Share, round: int) -> tuple[str, Parts]:
+    async def _list_of(self, share: Share, round: int, lost: Callable[[], None]) -> tuple[str, Parts]:
         fetch = functools.partial(self._fetch_list, share, round)
-        return share.root, await self._until_here(functools.partial(self.lists.get, share.root), fetch)
+        return share.root, await self._until_here(functools.partial(self.lists.get, share.root), fetch, lost)
 
-    async def _payload(self, part: Part, sender: str, round: int) -> tuple[str, bytes]:
+    async def _payload(self, part: Part, sender: str, round: int, lost: Callable[[], None]) -> tuple[str, bytes]:
         fetch = functools.partial(self._fetch, part, sender, round)
-        return part.digest, await self._until_here(functools.partial(self.store.get, part.digest), fetch)
+        return part.digest, await self._until_here(functools.partial(self.store.get, part.digest), fetch, lost)
 
-    async def _until_here(self, read: Callable[[], T | None], fetch: Callable[[], Awaitable[None]]) -> T:
+    async def _until_here(
+        self, read: Callable[[], T | None], fetch: Callable[[], Awaitable[None]], lost: Callable[[], None]
+    ) -> T:
         found = await asyncio.to_thread(read)
         while found is None:
             try:
                 await fetch()
             except RemoteError as error:
+                lost()
                 self._complain(str(error))
             found = await asyncio.to_thread(read)
             if found is None:
@@ -305,6 +322,15 @@ class Exchange:
             for peer in random.sample(peers, min(STATES_PEERS, len(peers))):
                 group.create_task(ask(peer))
         return found
+
+    def archives(self) -> list[str]:
+        """The operators' nodes, which serve the states that archives keep."""
+        return list(self._network.directory.operators)
+
+    @property
+    def fetches_states(self) -> bool:
+        """Whether states of other peers count."""
+        return self._fetches_states
 
     @property
     def coming(self) -> int:

@@ -3,14 +3,16 @@
     θ(round) of a shard  =  θ(r) for some r < round  +  the committed payloads of the rounds r+1 … round
 
 θ(r) is taken from where it costs the fewest bytes of network: our own checkpoints, those of others, or the seed (r =
-0). A checkpoint's state counts only with the digest of the majority in commit r+1. `WarmUp` builds the missing shards
-of a later role beside training, and applies each commit to them too, until they are taken over.
+0), and of the archives. A state counts only with the digest of the majority in commit r+1. The archives keep two, and
+the payloads since the older one (protocol/ledger/retention.py): bases before it come last. `WarmUp` builds the missing
+shards of a later role beside training, and applies each commit to them too, until they are taken over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,10 +22,11 @@ from numpy.typing import NDArray
 from peer import events
 from peer.net.base import all_of, cancel
 from peer.state.outer_optimizer import Outer
-from peer.state.payloads import Exchange
+from peer.state.payloads import RETRY_SECONDS, CommitsWait, Committed, Exchange, PayloadsGone
 from peer.state.storage import Shards, Storage
 from protocol.errors import RemoteError
 from protocol.ledger.history import NEWEST, Commits
+from protocol.ledger.retention import StateRounds
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
 
@@ -66,7 +69,11 @@ class _Progress:
 
 @dataclass(eq=False)
 class Recovery:
-    """Builds shards in `outer.theta`. `log`: the commits that count, by round."""
+    """Builds shards in `outer.theta`.
+
+    log: the commits that count, by round
+    waits: returns whether commits wait to be learned; then a failed fetch raises CommitsWait
+    """
 
     manifest: Manifest
     outer: Outer
@@ -74,15 +81,47 @@ class Recovery:
     exchange: Exchange
     log: Commits
     emit: events.Emit
+    waits: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        self._states = StateRounds(self.manifest)
+        self._followed = 0
+
+    @property
+    def archived(self) -> tuple[int, ...]:
+        """The rounds of the states that the archives keep by the log as it is known here, the older one first."""
+        for round in range(self._followed, len(self.log)):
+            self._states.follow_packed(
+                self.log.bytes_of(round - 1, round), functools.partial(self.log.__getitem__, round)
+            )
+        self._followed = len(self.log)
+        return self._states.kept
+
+    async def payloads(self, round: int, shards: Sequence[str]) -> Committed:
+        """The payloads of these shards that the commit of `round` names. Raises PayloadsGone, CommitsWait."""
+        return await self.exchange.payloads(self.log[round], shards, self.log, self._failed)
+
+    def _failed(self, round: int) -> None:
+        """Something of a round could not be fetched. Raises PayloadsGone, CommitsWait."""
+        if round <= self.archived[0]:
+            raise PayloadsGone
+        if self.waits():
+            raise CommitsWait
 
     async def build(self, shards: Sequence[str], round: int) -> None:
-        """Puts `shards` after `round` into `outer.theta`, all of them at once. Tries until it has them."""
+        """Puts `shards` after `round` into `outer.theta`, all of them at once. Tries until it has them. Raises
+        PayloadsGone when the archives keep nothing that leads there any more; CommitsWait."""
         if shards:
             self.outer.theta.update((await self.build_copy(shards, round)).theta)
 
     async def build_copy(self, shards: Sequence[str], round: int) -> Outer:
-        """Another `Outer` that holds `shards` after `round`. Tries until it has them."""
-        return await self._build(await self._find_bases(shards, round), round)
+        """Another `Outer` that holds `shards` after `round`. Tries until it has them. Raises as `build`."""
+        failed = set[tuple[str, int]]()
+        while True:
+            with contextlib.suppress(PayloadsGone):
+                return await self._build(await self._find_bases(shards, round), round, failed)
+            if round < self.archived[0]:
+                raise PayloadsGone
 
     async def again(
         self, shard: str, round: int, ours: Mapping[int, Mapping[str, str]]
@@ -96,27 +135,37 @@ class Recovery:
         found = [base for base in found if base.round == 0 or ours.get(base.round, {}).get(shard) == base.digest]
         if found[0].cost > AGAIN_COST * layout.shard_bytes(self.manifest.model, shard):
             return None
-        return (await self._build({shard: found}, round)).theta[shard]
+        with contextlib.suppress(PayloadsGone, CommitsWait):
+            return (await self._build({shard: found}, round, set())).theta[shard]
+        return None
 
-    async def _build(self, found: Mapping[str, Sequence[Base]], round: int) -> Outer:
-        """Another `Outer` with the shards of `found` after `round`, each from the first of its bases that can be
-        had."""
+    async def _build(self, found: Mapping[str, Sequence[Base]], round: int, failed: set[tuple[str, int]]) -> Outer:
+        """Another `Outer` with the shards of `found` after `round`, each from the first of its bases that can be had.
+        Raises PayloadsGone.
+
+        failed: shards and rounds of bases that led nowhere; those found out are added
+        """
         outer, shards = self.outer, tuple(found)
         target = Outer(
             outer.spec, outer.codec, float(outer.beta), float(outer.eta), threads=outer.threads, empty=outer.empty
         )
         progress = _Progress(sum(found[shard][0].cost for shard in shards))
         async with self._reporting(round, progress):
-            bases = await self._take_bases(target, found, round, progress)
+            bases = await self._take_bases(target, found, round, progress, failed)
             behind = [shard for shard in shards if bases[shard] < round]
             for r in range(min((bases[shard] for shard in behind), default=round) + 1, round + 1):
-                await self.advance(target, [s for s in behind if bases[s] < r], r)
+                try:
+                    await self.advance(target, [s for s in behind if bases[s] < r], r)
+                except PayloadsGone:
+                    failed.update((s, bases[s]) for s in behind if bases[s] < r)
+                    raise
                 progress.came += sum(found[s][0].cost / (round - bases[s]) for s in behind if bases[s] < r)
         return target
 
     async def advance(self, target: Outer, shards: Sequence[str], round: int) -> None:
-        """Applies the commit of `round` to `shards` of `target`, which are at the state before it."""
-        payloads = await self.exchange.payloads(self.log[round], shards, self.log)
+        """Applies the commit of `round` to `shards` of `target`, which are at the state before it. Raises
+        PayloadsGone."""
+        payloads = await self.payloads(round, shards)
         for shard in shards:
             await asyncio.to_thread(target.apply, shard, payloads.by_shard[shard])
         self.storage.blobs.protected.difference_update(payloads.names)  # until `protected` is set again
@@ -167,13 +216,17 @@ class Recovery:
         return int(found)
 
     def bases(self, shard: str, round: int, holders: Mapping[tuple[int, str], Sequence[str]]) -> list[Base]:
-        """The states to start from for `shard` after `round`, the cheapest first."""
+        """The states to start from for `shard` after `round`: the cheapest first, then those from which some payloads
+        are not kept."""
         found = [Base(self.replay_bytes(shard, 0, round), 0, "", None)]
         own, store = self.storage.states(), self.storage.blobs
         offered = {r for r, name in holders if name == shard}
-        for r in sorted(r for r in {*own, *offered, *range(round - NEAR_ROUNDS, round + 1)} if 0 < r <= round):
+        # who believes no other peer goes on from where the archives begin
+        kept = self.archived if self.exchange.fetches_states else self.archived[:1]
+        near = range(round - NEAR_ROUNDS, round + 1)
+        for r in sorted(r for r in {*own, *offered, *kept, *near} if 0 < r <= round):
             digest = self.log[r + 1].digests.get(shard) if r + 1 in self.log else None
-            others = holders.get((r, shard), ())
+            others = holders.get((r, shard), ()) or (self.exchange.archives() if r in kept else ())
             if digest is None:
                 continue
             if own.get(r, {}).get(shard) == digest:
@@ -181,7 +234,7 @@ class Recovery:
             elif others or store.has(digest):
                 size = 0 if store.has(digest) else layout.shard_bytes(self.manifest.model, shard)
                 found.append(Base(self.replay_bytes(shard, r, round) + size, r, digest, tuple(others)))
-        return sorted(found, key=lambda base: (base.cost, -base.round))
+        return sorted(found, key=lambda base: (base.round < self.archived[0], base.cost, -base.round))
 
     async def _find_bases(self, shards: Sequence[str], round: int) -> dict[str, list[Base]]:
         spec = self.manifest.model
@@ -190,15 +243,27 @@ class Recovery:
         return {shard: self.bases(shard, round, holders) for shard in shards}
 
     async def _take_bases(
-        self, target: Outer, found: Mapping[str, Sequence[Base]], round: int, progress: _Progress
+        self,
+        target: Outer,
+        found: Mapping[str, Sequence[Base]],
+        round: int,
+        progress: _Progress,
+        failed: set[tuple[str, int]],
     ) -> dict[str, int]:
-        """Puts a state of each shard into `target.theta`. Returns its round: `round` for those that were fetched."""
+        """Puts a state of each shard into `target.theta`. Returns its round: `round` for those that were fetched.
+        Raises PayloadsGone."""
         line, taken = asyncio.Lock(), dict[str, int]()
 
         async def take(shard: str) -> tuple[str, int]:
-            bases, failed = found[shard], set[str]()
+            bases = found[shard]
             while True:
-                base = next(base for base in bases if base.digest not in failed)  # the seed does not fail
+                base = next((base for base in bases if (shard, base.round) not in failed), None)
+                if base is None:  # even the seed led nowhere
+                    self._failed(round + 1)
+                    failed.difference_update({(shard, each.round) for each in bases})
+                    await asyncio.sleep(RETRY_SECONDS)
+                    bases = self.bases(shard, round, await self.exchange.holders())
+                    continue
                 if base.holders is not None:
                     self._prefetch(shard, base.round, round)
                 arrays = await self._load(shard, base, line)
@@ -211,7 +276,7 @@ class Recovery:
                     if await self._replay(target, shard, base.round, round):
                         progress.came += max(0, base.cost - layout.shard_bytes(self.manifest.model, shard))
                         return shard, round
-                failed.add(base.digest)
+                failed.add((shard, base.round))
                 bases = self.bases(shard, round, await self.exchange.holders())  # a holder may have a newer one now
 
         reached = dict(await all_of(map(take, found)))
@@ -219,10 +284,13 @@ class Recovery:
         return reached
 
     async def _replay(self, target: Outer, shard: str, after: int, round: int) -> bool:
-        """Applies the rounds after `after`. False if the result is not the state before the newest commit: the base was
-        false, in the log and at its holders."""
+        """Applies the rounds after `after`. False if payloads are gone, or if the result is not the state before the
+        newest commit: the base was false, in the log and at its holders."""
         for r in range(after + 1, round + 1):
-            await self.advance(target, [shard], r)
+            try:
+                await self.advance(target, [shard], r)
+            except PayloadsGone:
+                return False
             said = self.log[round].digests.get(shard) if r == round - 1 else None
             if said is not None and said != await asyncio.to_thread(target.digest, shard):
                 text = f"state of {shard} after round {after}: the log leads from it to other bits than the run had"
@@ -309,16 +377,24 @@ class WarmUp:
 
     async def _work(self, shards: tuple[str, ...]) -> None:
         try:
-            self._round = self._applied()
-            target = await self._recovery.build_copy(shards, self._round)
             while self.shards:
-                while self._round < self._applied():
-                    self._built = None
-                    await self._recovery.advance(target, shards, self._round + 1)
-                    self._round += 1
-                self._built = target.theta
-                self._news.clear()
-                self._ready()
-                await self._news.wait()
+                try:
+                    return await self._follow(shards)
+                except PayloadsGone:  # the peer's own state is as far behind, and a newer one takes its place
+                    await asyncio.sleep(RETRY_SECONDS)
         finally:
             self._ready()
+
+    async def _follow(self, shards: tuple[str, ...]) -> None:
+        """Builds the shards, and keeps them at the peer's state until they are taken. Raises PayloadsGone."""
+        self._round = self._applied()
+        target = await self._recovery.build_copy(shards, self._round)
+        while self.shards:
+            while self._round < self._applied():
+                self._built = None
+                await self._recovery.advance(target, shards, self._round + 1)
+                self._round += 1
+            self._built = target.theta
+            self._news.clear()
+            self._ready()
+            await self._news.wait()

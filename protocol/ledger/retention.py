@@ -1,4 +1,4 @@
-"""What a peer keeps, writes and fetches at the end of a round. Pure.
+"""What is kept, written and fetched at the end of a round, by peers and by operators' nodes. Pure.
 
 A restart goes on from the newest checkpoint with the payloads of every later round. Never evicted are:
 
@@ -7,11 +7,13 @@ A restart goes on from the newest checkpoint with the payloads of every later ro
     payloads of rounds that are not in the log yet
 
 A peer that is more than NEWEST rounds behind may lose later payloads, and fetches them again.
+
+A node's archive keeps the two newest states of `StateRounds`, and all payloads since the older one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from protocol.ledger import part_lists
 from protocol.ledger.history import NEWEST
@@ -34,6 +36,15 @@ CHECKPOINT_BYTES = 12
 LOOK_SECONDS = 60.0
 AHEAD = 2
 """Payloads are fetched for so many rounds after the one that is applied."""
+STATE_COST = 8
+"""A state is archived when the payloads since the one before have so many times its bytes: more than a peer replays
+from its own checkpoint."""
+STATE_ROUNDS = 8
+"""The fewest rounds from one archived state to the next."""
+PRUNED_ROUNDS = 8
+"""Rounds whose payloads a node removes at most when one is decided."""
+LATE_ROUNDS = 8
+"""Rounds after which a node that keeps up has computed a state and removed what is not needed any more."""
 
 
 def trained_shards(manifest: Manifest, plan: Plan | None, peer: str) -> tuple[str, ...]:
@@ -131,3 +142,58 @@ def seconds_left(manifest: Manifest, commit: Commit, wall: float) -> float:
 def fits(manifest: Manifest, part: Part) -> bool:
     """Returns whether a part of a shard that is held is no larger than a payload of that shard can be."""
     return 0 < part.size <= part_lists.largest_payload(manifest, part.shard)
+
+
+class StateRounds:
+    """The rounds whose states are archived, by the log alone. Round r is one if since the one before there were
+    STATE_ROUNDS rounds and payloads of STATE_COST times a state's bytes, and commit r + 1 has digests of all shards.
+
+    digests: of each of them, by shard; 0 is the first, whose state follows from the seed and has none here
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.digests: dict[int, Mapping[str, str]] = {0: {}}
+        self._shards = frozenset(layout.shard_names(manifest.model))
+        self._due_bytes = STATE_COST * state_bytes(manifest)
+        self._bytes = 0
+        self._head = -1
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The rounds of the states that are kept, the older one first."""
+        return tuple(self.digests)[-2:]
+
+    @property
+    def begin(self) -> int:
+        """The round of the older state that is kept. Payloads up to this round may be gone; all later ones are kept."""
+        return self.kept[0]
+
+    def follow(self, commit: Commit) -> None:
+        """Takes the next commit."""
+        self.follow_packed(sum(share.size for share in commit.shares), lambda: commit)
+
+    def follow_packed(self, payload_bytes: int, commit: Callable[[], Commit]) -> None:
+        """Takes the next commit, of whose payloads the bytes are known; `commit` gives it, and is seldom called."""
+        is_due = self._head - self.kept[-1] >= STATE_ROUNDS and self._bytes >= self._due_bytes
+        if is_due and self._shards <= (digests := commit().digests).keys():
+            self.digests[self._head] = digests
+            self._bytes = 0
+        self._bytes += payload_bytes
+        self._head += 1
+
+
+def state_bytes(manifest: Manifest) -> int:
+    """Bytes of a whole state."""
+    return sum(layout.shard_bytes(manifest.model, shard) for shard in layout.shard_names(manifest.model))
+
+
+def archive_bytes(manifest: Manifest, round_bytes: int) -> int:
+    """The most bytes of states and payloads in a node's archive: three states, one of which is being written, and the
+    payloads of two intervals between states. Less in a run that is over before.
+
+    round_bytes: of a round's payloads and lists
+    """
+    state, round_bytes = state_bytes(manifest), max(1, round_bytes)
+    interval = max(STATE_ROUNDS, -(-STATE_COST * state // round_bytes))
+    states = min(3, manifest.rounds // interval)
+    return states * state + min(manifest.rounds, 2 * interval + LATE_ROUNDS) * round_bytes

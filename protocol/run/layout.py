@@ -199,11 +199,16 @@ def shard_bytes(spec: ModelSpec, shard: str) -> int:
     return 4 * parameters(spec, shard)
 
 
-def shard_digest(tensors: Sequence[NDArray[np.float32]]) -> str:
-    """The blob name (protocol/codec/blob_hash.py) of a shard's tensors as little-endian fp32 in canonical order."""
+def shard_pieces(tensors: Sequence[NDArray[np.float32]]) -> list[memoryview]:
+    """The bytes of a shard: its tensors as little-endian fp32 in canonical order."""
     import numpy as np
 
-    return blob_hash.name_of(*(np.ascontiguousarray(tensor, dtype="<f4").reshape(-1).data for tensor in tensors))
+    return [np.ascontiguousarray(tensor, dtype="<f4").reshape(-1).data.cast("B") for tensor in tensors]
+
+
+def shard_digest(tensors: Sequence[NDArray[np.float32]]) -> str:
+    """The blob name (protocol/codec/blob_hash.py) of a shard's bytes."""
+    return blob_hash.name_of(*shard_pieces(tensors))
 
 
 def state_digest(spec: ModelSpec, digests: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.sim import fresh
 
 ROOT = Path(__file__).parents[2]
-ROUNDS, NODE = "peer/node/rounds.py", "bootstrap/node.py"
+ROUNDS, NODE, PAYLOADS = "peer/node/rounds.py", "bootstrap/node.py", "bootstrap/payloads.py"
 MEMBER, LEADER, ROSTER = "protocol/round/member.py", "protocol/round/leader.py", "protocol/round/chain_repair.py"
 PAXOS, ACCEPTOR, OFFERS = "protocol/quorum/paxos.py", "protocol/quorum/acceptor.py", "protocol/round/offers.py"
 FAIRNESS = "protocol/round/fairness.py"
@@ -265,6 +265,11 @@ BUGS: dict[str, Bug] = {
         ),
         ("P7",),
         first=105,
+    ),
+    "an archive removes payloads before it has the states that take their place": Bug(
+        ((PAYLOADS, "or any(archive.lacks(each) for each in kept):", "or False:"),),
+        ("P4",),
+        options=("--long",),
     ),
     # judging
     "one who opposes it has honest work left out": Bug(

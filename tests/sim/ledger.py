@@ -267,6 +267,10 @@ class Ledger:
         """The lists of parts of a commit, from the disks."""
         return {share.root: part_lists.unpack(self.payloads[share.root]) for share in commit.shares}
 
+    def names(self, commit: Commit) -> set[str]:
+        """The names of all payloads and lists of a commit."""
+        return {name for root, parts in self.lists(commit).items() for name in (root, *(part.digest for part in parts))}
+
     def _count(self, ballot: int, commit: Commit, before: Commit | None) -> None:
         spares = before.plan.spares if before is not None and before.plan is not None else ()
         self.stats["commits"] += 1

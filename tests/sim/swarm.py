@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import io
 import itertools
 import json
@@ -16,7 +17,7 @@ from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode, Work
 from peer import events
 from peer.events import Event
-from peer.log.recompute import Recomputer
+from peer.log.recompute import Recomputer, store_state
 from peer.node.audit import held_out_text
 from peer.node.config import Machine
 from peer.node.peer import Factories, Peer
@@ -24,6 +25,7 @@ from peer.state.storage import Storage
 from protocol.codec import blob_hash
 from protocol.identity import Identity
 from protocol.ledger import part_lists, schedule
+from protocol.ledger.retention import StateRounds
 from protocol.run import layout
 from protocol.run.manifest import AdmissionSpec, Manifest, OuterSpec
 from protocol.wire import logfile
@@ -52,6 +54,12 @@ COLLUDERS = ((5, 1), (7, 2), (8, 2), (8, 3))
 """Full replicas of a run with colluders, and how many of them are."""
 QUARREL_ROUNDS, QUARRELING = 4, (3, 3, 4, 5)
 """More rounds of a run with quarrels, which show in the next plans; and its peers: each chain counts."""
+LONG_PEERS, LONG_ROUNDS, LONG_STORM = 8, 24, 4
+"""Full replicas and more rounds of a long run, and how many times as long faults go on in it."""
+LONG_QUORUMS = ((1, 1), (4, 4), (4, 5))
+LATE = 2
+"""Newest rounds of which a node that learned the commit before it had all payloads removes what was coming for an
+offer, and fetches it again for the commit."""
 SHARE = 0.4
 LATEST = 40.0
 """By then everybody has started."""
@@ -63,7 +71,8 @@ class Swarm:
     nothing else goes wrong. `honest`: the same run, with operators who could lie and do not, and chains that could
     quarrel and do not. `probation`: newcomers' rounds of it; nobody has more than SHARE of a round's weight then.
     `fixed`: nobody becomes an operator, or ceases to be one. `quarrels`: members of chains say of each other that they
-    lie, for no reason. `colluders`: volunteers agree on bad work."""
+    lie, for no reason. `colluders`: volunteers agree on bad work. `long`: so many rounds of so large payloads that the
+    archives remove the first ones."""
 
     def __init__(
         self,
@@ -77,6 +86,7 @@ class Swarm:
         fixed: bool = False,
         quarrels: bool = False,
         colluders: bool = False,
+        long: bool = False,
     ) -> None:
         rng = random.Random(seed)
         kind = "swarm" if quarrels else kind_of(seed)
@@ -89,21 +99,24 @@ class Swarm:
         bad = 0
         if colluders:
             count, bad = rng.choice(COLLUDERS)
+        if long:
+            quorum, nodes = LONG_QUORUMS[seed % len(LONG_QUORUMS)]
+            count = LONG_PEERS
         operators = tiny.OPERATORS[:nodes]
         names = tuple(o.peer_id for o in operators)
         self.manifest = tiny.manifest(
             seed=seed,
             model=dataclasses.replace(tiny.manifest().model, n_layers=3, residual_width=2),
-            rounds=rng.randint(3, 5) + (QUARREL_ROUNDS if quarrels else 0),
+            rounds=rng.randint(3, 5) + (QUARREL_ROUNDS if quarrels else LONG_ROUNDS if long else 0),
             start_peers=rng.randint(1, count),
             operators=names,
             quorum=quorum,
             checkpoint_rounds=rng.choice((1, 2, 4)),
             admission=AdmissionSpec(probation=probation, share=SHARE if probation else 1.0),
-            outer=OuterSpec(topk=1024, beta=rng.choice((0.5, 1.0)), overlap=rng.choice((0, 1))),
+            outer=OuterSpec(topk=4096 if long else 1024, beta=rng.choice((0.5, 1.0)), overlap=rng.choice((0, 1))),
         )
         drawn = weather(rng, seed)
-        drawn = dataclasses.replace(drawn, calm_at=0.0) if calm else drawn
+        drawn = dataclasses.replace(drawn, calm_at=0.0 if calm else drawn.calm_at * (LONG_STORM if long else 1))
         self.world = world = World(seed, drawn, rng, verbose)
         self.ledger = Ledger(self.manifest, world.stats)
         world.tells = self._told
@@ -115,12 +128,14 @@ class Swarm:
         self._trainers: dict[str, DrawnTrainer] = {}
         self._applied: dict[str, int] = {}
         self._ended: dict[str, asyncio.Future[None]] = {}
+        self._names: list[set[str]] = []
+        """Of all payloads of each round."""
         fresh = () if fixed or calm else newcomers(seed)
         addresses = tuple(f"/memory/p2p/{name}" for name in (*names, *(who.peer_id for who in fresh)))
         operators = (*operators, *fresh)
         self.nodes = [Process(world, o, lambda p: self._node(p, addresses), "nodes") for o in operators]
         whole, third = tiny.full_memory(self.manifest), tiny.third_memory(self.manifest)
-        full = count if colluders else rng.choice((0, 1, 1) if quarrels else FULL[kind])
+        full = count if colluders or long else rng.choice((0, 1, 1) if quarrels else FULL[kind])
         self.peers = []
         for i in range(count):
             some = (third, whole - 1, whole - 1, whole - 1) if quarrels else (third, third, third, whole - 1)
@@ -148,8 +163,10 @@ class Swarm:
         clock = self.world.clock()
         parts = (process.identity, process.transport, archive, emit, addresses, clock)
         if process.name not in self.lying:
-            known = Recomputer(self.manifest, archive.commits, archive.blobs.get)
-            process.running = BootstrapNode(*parts, work=Work(digest=known.digest))
+            logged = (self.manifest, archive.commits)
+            known = Recomputer(*logged, archive.blobs.get, newest_state=archive.newest_state)
+            store = functools.partial(store_state, *logged, archive.blobs)
+            process.running = BootstrapNode(*parts, work=Work(digest=known.digest, store_state=store))
             await process.running.run()
             self.changes.left(process)
             return
@@ -217,7 +234,29 @@ class Swarm:
             else:
                 self._guarded(self.ledger.written, process.name, path, data, self._trainers.get(process.name))
 
-        return HeardDisk(process, heard)
+        def removes(path: Path) -> None:
+            if isinstance(process.running, BootstrapNode) and path.parent.name == "blobs":
+                self._guarded(self._check_removal, process, path.name)
+
+        return HeardDisk(process, heard, removes)
+
+    def _check_removal(self, process: Process, name: str) -> None:
+        """That a node removes a committed payload only once the power may be lost: both states that it keeps are on its
+        disk, and what it removes is of no round since the older one."""
+        commits = self.ledger.log[: self.ledger.heads.get(process.name, -1) + 1]
+        self._names += [self.ledger.names(commit) for commit in commits[len(self._names) :]]
+        newest = max((round for round, names in enumerate(self._names[: len(commits)]) if name in names), default=-1)
+        if newest < 0 or newest >= len(commits) - LATE:
+            return
+        states = StateRounds(self.manifest)
+        for commit in commits:
+            states.follow(commit)
+        self.world.stats["payloads removed"] += 1
+        durable = {path.name for path, file in process.files.durable.items() if file.synced is not None}
+        held = all(set(commits[round + 1].digests.values()) <= durable for round in states.kept)
+        if newest > states.begin or not held:
+            kept = f"of which {states.kept} all are there: {held}"
+            raise Violation("P4", f"{process.name[-8:]} removes a payload of round {newest}, with states {kept}")
 
     def check_bound(self, known: int) -> None:
         """That no commit names more dishonest members than its quorum bears. `known`: commits that were checked
@@ -425,11 +464,17 @@ class Swarm:
 
 
 class HeardDisk(SimDisk):
-    """A disk of which the ledger hears. `heard(path, data)` is called with whatever is durable."""
+    """A disk of which the ledger hears. `heard(path, data)` is called with whatever is durable, `removes(path)` before
+    something is removed."""
 
-    def __init__(self, process: Process, heard: Callable[[Path, bytes], None]) -> None:
+    def __init__(self, process: Process, heard: Callable[[Path, bytes], None], removes: Callable[[Path], None]) -> None:
         super().__init__(process.files, process.points(), process.rng)
         self._heard = heard
+        self._removes = removes
+
+    def remove(self, path: Path) -> None:
+        self._removes(path)
+        super().remove(path)
 
     def kept(self, path: Path, data: bytes) -> None:
         self._heard(path, data)

@@ -72,6 +72,12 @@ def test_who_offers_the_same_bytes_again_holds_up_no_round() -> None:
     lived(lambda stats: stats["colluders counted"] > 0, (64,), colluders=True, calm=True)
 
 
+def test_in_long_runs_archives_remove_nothing_that_is_needed() -> None:
+    """Nodes and peers die, and are away for long; a loss of power between any two steps of a removal loses nothing."""
+    happens = ("payloads removed", "losses of power", "recovered")
+    lived(lambda stats: all(stats[x] for x in happens), (0, 1), most=3, long=True)
+
+
 @pytest.mark.parametrize(("calm", "few"), [(False, range(4)), (True, range(12, 14))])
 def test_chains_that_quarrel_by_chance_break_no_promise_and_hold_up_no_round_for_more_than_two_leases(
     calm: bool, few: Sequence[int]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from bootstrap.node import BootstrapNode, Work
 from peer.chain.reading import StopSign
 from peer.corpus.text import Text
 from peer.events import Emitter, Event
-from peer.log.recompute import Recomputer
+from peer.log.recompute import Recomputer, store_state
 from peer.net import directory
 from peer.net.base import Transport, Validate
 from peer.net.disk import Disk, Piece
@@ -179,9 +180,11 @@ class Swarm:
         self.archive.save_tokenizer(self.tokenizer)
         self.boot = self.network.transport(tiny.OPERATOR.peer_id, directory.valid_record(self.manifest.run_id))
         emit = Emitter("bootstrap", self._hear(self.events))
-        known = Recomputer(self.manifest, self.archive.commits, self.archive.blobs.get)
+        logged = (self.manifest, self.archive.commits)
+        known = Recomputer(*logged, self.archive.blobs.get, newest_state=self.archive.newest_state)
         compute = known.digest if self.computes else lambda shard, round: None
-        self.machine = BootstrapNode(tiny.OPERATOR, self.boot, self.archive, emit, work=Work(digest=compute))
+        work = Work(digest=compute, store_state=functools.partial(store_state, *logged, self.archive.blobs))
+        self.machine = BootstrapNode(tiny.OPERATOR, self.boot, self.archive, emit, work=work)
         self.node = asyncio.create_task(self.machine.serve(self.relay_bps))
         return self
 

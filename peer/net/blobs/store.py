@@ -15,7 +15,7 @@ import bisect
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,6 +138,11 @@ class BlobStore:
             later = self._rounds[bisect.bisect_right(self._rounds, round) :]
             return {name for each in later if each < NO_ROUND for name in self._of_round[each]}
 
+    def older(self, round: int) -> list[set[str]]:
+        """The names of each round up to `round`, oldest first."""
+        with self._lock:
+            return [self._of_round[each].copy() for each in self._rounds[: bisect.bisect_right(self._rounds, round)]]
+
     def of_no_round(self) -> set[str]:
         with self._lock:
             return set(self._of_round.get(NO_ROUND, ()))
@@ -178,6 +183,21 @@ class BlobStore:
             self.disk.write(self.folder / name, data, seconds=round, sync=sync)
             self.add(name, round, len(data), synced=sync)
         return name
+
+    def put_of_no_round(self, pieces: Sequence[memoryview], name: str) -> None:
+        """Stores the bytes of a blob durably, which stays until it is removed. Raises UsageError."""
+        self.disk.write(self.folder / name, *pieces, seconds=NO_ROUND)
+        self.add(name, NO_ROUND, sum(piece.nbytes for piece in pieces), synced=True)
+
+    def renew(self, name: str, round: int) -> None:
+        """Makes a blob one of `round`, durably, if it is of an earlier one: it is named again. Raises UsageError."""
+        with self._lock:
+            known = self._known.get(name)
+            if known is not None and known.round < round:
+                with disk_errors(self.folder):
+                    self.disk.set_seconds(self.folder / name, round)
+                    self.disk.sync(self.folder / name)
+                self.add(name, round, known.size, synced=known.synced)
 
     def make_space(self, size: int) -> bool:
         """Removes what is not protected, oldest rounds first, until `size` more bytes fit; whether they do."""

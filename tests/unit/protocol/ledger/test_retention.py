@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pytest
 
 from protocol.codec import sparse
-from protocol.ledger import retention
+from protocol.ledger import part_lists, retention
 from protocol.ledger.part_lists import root_of, share_of
 from protocol.planning import memory
-from protocol.run import layout
+from protocol.run import layout, presets
+from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire.commit import Commit, Part
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import Offer
@@ -165,3 +167,78 @@ def test_what_is_fetched_before_it_is_committed() -> None:
     assert not retention.fetches_ahead(2, (), 3), "nothing is held"
     sizes = (-1, 0, 1, largest, largest + 1)
     assert [size for size in sizes if retention.fits(RUN, part("embed", "x", size))] == [1, largest]
+
+
+# --- the archive of a node
+
+ALL = {shard: tiny.digest(shard) for shard in SHARDS}
+
+
+def followed(sizes: Sequence[int], run: Manifest = RUN, without: Collection[int] = ()) -> list[retention.StateRounds]:
+    """The rule after each of these rounds. sizes: of payloads; without: rounds whose commits lack a shard's digest."""
+    states, found = retention.StateRounds(run), list[retention.StateRounds]()
+    for round, size in enumerate(sizes):
+        digests = dict(list(ALL.items())[1:]) if round in without else ALL
+        share = dataclasses.replace(share_of("first", [part("embed", "p")]), size=size)
+        made = (tiny.contribution(0, shares=(share,)),) if size else ()
+        states.follow(tiny.commit(run, round=round, contributions=made, digests=digests))
+        found.append(copy.deepcopy(states))
+    return found
+
+
+def test_a_state_is_archived_once_the_payloads_since_have_eight_times_its_bytes() -> None:
+    state = retention.state_bytes(RUN)
+    assert state == 4 * layout.total_parameters(RUN.model)
+    found = followed([0] + [state // 2] * 40)
+    assert found[16].kept == (0,)
+    assert found[17].kept == (0, 16), "commit 17 has the digests of the state after round 16"
+    assert found[17].begin == 0, "there is nothing to go on from but the seed until there are two"
+    assert found[32].kept == (0, 16)
+    assert (found[33].kept, found[33].begin) == ((16, 32), 16)
+    assert list(found[40].digests) == [0, 16, 32]
+    for size in (state, 9 * state):
+        assert list(followed([size] * 40)[-1].digests) == [0, 8, 16, 24, 32]
+
+
+def test_a_state_without_all_digests_is_not_archived_and_the_next_one_is() -> None:
+    state = retention.state_bytes(RUN)
+    found = followed([state] * 20, without=(9, 10, 11))
+    assert [list(states.digests) for states in found[8:13]] == [[0], [0], [0], [0], [0, 11]]
+    assert followed([state] * 40, without=range(41))[-1].kept == (0,)
+
+
+def test_a_small_run_keeps_everything() -> None:
+    assert followed([retention.state_bytes(RUN) // 100] * 700)[-1].begin == 0
+
+
+def kept_bytes(run: Manifest, replicas: int, rounds: int) -> tuple[int, int]:
+    """The most bytes of a node's archive in a run of full replicas, by the rule, and the bytes of all its payloads. A
+    state is stored, and what is before the older one removed, as late as `archive_bytes` allows for."""
+    shards = layout.shard_names(run.model)
+    sizes = [sparse.max_payload_size(run.outer.codec, layout.shapes(run.model, shard)) for shard in shards]
+    listed = len(part_lists.pack(tuple(part(s, "p", size) for s, size in zip(shards, sizes, strict=True))))
+    round_bytes, state = replicas * (sum(sizes) + listed), retention.state_bytes(run)
+    states, most, begins = retention.StateRounds(run), 0, [0]
+    digests = {shard: tiny.digest(shard) for shard in shards}
+    for round in range(rounds + 1):
+        states.follow_packed(replicas * sum(sizes) if round else 0, lambda: tiny.commit(RUN, digests=digests))
+        begins.append(states.begin)
+        begin = begins[-1 - retention.LATE_ROUNDS :][0]
+        written = sum(each > begin for each in states.digests) + (begin > 0)
+        most = max(most, written * state + (round - begin) * round_bytes)
+    return most, rounds * round_bytes
+
+
+def test_a_thousand_rounds_of_a_hundred_replicas_of_half_a_billion_parameters_fit_in_60_gigabytes() -> None:
+    model = dataclasses.replace(presets.PRESETS["512m"].model, residual_width=0)
+    run = tiny.manifest(model=model, outer=OuterSpec(topk=32), rounds=1000)
+    assert 0.5e9 < layout.total_parameters(run.model) < 0.55e9
+    most, everything = kept_bytes(run, 100, 1000)
+    assert everything > 540e9
+    assert 30e9 < most <= 60e9
+    assert most <= retention.archive_bytes(run, everything // 1000) <= 60e9
+    assert kept_bytes(run, 100, 2000)[0] == most, "it does not grow"
+    for replicas in (1, 8, 20, 300):
+        most, everything = kept_bytes(run, replicas, 1000)
+        assert most <= retention.archive_bytes(run, everything // 1000) <= 80e9
+    assert kept_bytes(run, 1, 1000)[1] <= retention.archive_bytes(run, kept_bytes(run, 1, 1000)[1] // 1000) < 6e9
