@@ -18,6 +18,13 @@ DEPTH = (2, 64)
 """Least and most ranges that are asked of one holder ahead of time."""
 SLACK_RANGES = 8
 """Asked for beyond what the link holds, as a busy holder answers later than it did at first."""
+OVERDUE_SECONDS = 2.0
+"""After this, plus PATIENCE times its expected time, a range is also asked of an idle holder; and another holder is
+asked besides one that has not begun to send."""
+PATIENCE = 4
+"""Everybody's lines are busy after a round: whoever asked others as soon as then would have all of it sent twice."""
+WAIT_SECONDS = 30.0
+"""Longest time that a holder may let us wait for a blob that it is still fetching."""
 NEW_SHARE = 0.2
 AVOID_SECONDS = 600.0
 REST_SECONDS = 30.0
@@ -37,10 +44,18 @@ class Absent(RemoteError):
 
 @dataclass(slots=True)
 class Speed:
-    """One holder's speed: seconds until the first range comes, and seconds a byte; 0: not known yet."""
+    """One holder's speed: seconds until the first range comes, and seconds a byte; 0: not known yet.
+
+    reply: seconds until it says whether it has a blob
+    """
 
     latency: float = 0.0
     seconds_per_byte: float = 0.0
+    reply: float = 0.0
+
+    def replied(self, seconds: float) -> None:
+        """Adds the seconds from asking for a blob until it was said whether it is there."""
+        self.reply = _mean(self.reply, seconds)
 
     def answered(self, seconds: float) -> None:
         """Adds the seconds from asking for the first range until it came."""
@@ -92,6 +107,11 @@ class Holders:
         """Returns the measurements of `peer`, to be continued."""
         self._speeds[peer] = speed = self._speeds.get(peer) or Speed()
         return speed
+
+    def patience(self, peer: str) -> float:
+        """Returns the seconds after which a holder that has not answered is late."""
+        speed = self._speeds.get(peer)
+        return min(WAIT_SECONDS, OVERDUE_SECONDS + PATIENCE * (speed.reply if speed is not None else 0.0))
 
     def is_last(self, peer: str) -> bool:
         """Returns whether it is asked after the others."""
