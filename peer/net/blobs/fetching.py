@@ -245,7 +245,7 @@ class Asked:
 
     peer: str
     since: float  # when, in steady seconds
-    patience: float = OVERDUE_SECONDS  # within which it usually answers
+    patience: float = OVERDUE_SECONDS  # seconds within which holders usually answer
     mine: deque[int] = field(default_factory=deque)  # the ranges it was asked for and has not sent
     answered: bool = False  # whether it has said anything
     gives: bool = False  # whether it has the blob, so that the blob is on its way to us
@@ -543,7 +543,7 @@ class Fetcher:
                         break
                     if peer in known_to or self.holders.is_avoided(peer):
                         continue
-                    holder = Asked(peer, time, self.holders.patience(peer), answered=again)
+                    holder = Asked(peer, time, self.holders.patience(), answered=again)
                     known_to.add(peer)
                     workers[asyncio.create_task(self._work(job, holder, known_to is insisted))] = holder
                 if not workers:
@@ -692,7 +692,7 @@ class Fetcher:
                 began = now()
                 await stream.send(ask)
                 reply = await self._answer(stream, MAX_ANSWER_BYTES)
-                self.holders.speed(peer).replied(now() - began)
+                self.holders.replied(now() - began)
                 return stream, reply
             except BaseException as error:
                 await stream.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ DEPTH = (2, 64)
 SLACK_RANGES = 8
 """Asked for beyond what the link holds, as a busy holder answers later than it did at first."""
 OVERDUE_SECONDS = 2.0
-"""After this, plus PATIENCE times its expected time, a range is also asked of an idle holder; and another holder is
-asked besides one that has not begun to send."""
+"""After this, plus PATIENCE times its expected time, a range is also asked of an idle holder; and, plus PATIENCE times
+the time in which most holders answer, another holder besides one that has not begun to send."""
 PATIENCE = 4
 """Everybody's lines are busy after a round: whoever asked others as soon as then would have all of it sent twice."""
 WAIT_SECONDS = 30.0
@@ -32,6 +33,8 @@ REST_SECONDS = 30.0
 MAX_REST_SECONDS = 480.0
 """The same, at most, for one that breaks its promises repeatedly."""
 MAX_MEASURED = 512
+LATELY = 16
+"""Answers that count as the newest."""
 
 
 class Corrupt(RemoteError):
@@ -44,18 +47,10 @@ class Absent(RemoteError):
 
 @dataclass(slots=True)
 class Speed:
-    """One holder's speed: seconds until the first range comes, and seconds a byte; 0: not known yet.
-
-    reply: seconds until it says whether it has a blob
-    """
+    """One holder's speed: seconds until the first range comes, and seconds a byte; 0: not known yet."""
 
     latency: float = 0.0
     seconds_per_byte: float = 0.0
-    reply: float = 0.0
-
-    def replied(self, seconds: float) -> None:
-        """Adds the seconds from asking for a blob until it was said whether it is there."""
-        self.reply = _mean(self.reply, seconds)
 
     def answered(self, seconds: float) -> None:
         """Adds the seconds from asking for the first range until it came."""
@@ -88,6 +83,7 @@ class Holders:
     def __init__(self, warn: Callable[[str], None] = lambda text: None) -> None:
         self._warn = warn
         self._speeds = LruDict[str, Speed](MAX_MEASURED)
+        self._replies = deque[float](maxlen=LATELY)
         self._avoided = Cooldown(AVOID_SECONDS)
         self._silent = Cooldown(REST_SECONDS)
         self._broken = Cooldown(REST_SECONDS, MAX_REST_SECONDS, MAX_MEASURED)
@@ -108,10 +104,14 @@ class Holders:
         self._speeds[peer] = speed = self._speeds.get(peer) or Speed()
         return speed
 
-    def patience(self, peer: str) -> float:
-        """Returns the seconds after which a holder that has not answered is late."""
-        speed = self._speeds.get(peer)
-        return min(WAIT_SECONDS, OVERDUE_SECONDS + PATIENCE * (speed.reply if speed is not None else 0.0))
+    def replied(self, seconds: float) -> None:
+        """Adds the seconds from asking any holder for a blob until it said whether it is there."""
+        self._replies.append(seconds)
+
+    def patience(self) -> float:
+        """Returns the seconds after which a holder that has not answered is late: most answered sooner lately."""
+        usual = statistics.median_low(self._replies) if self._replies else 0.0
+        return min(WAIT_SECONDS, OVERDUE_SECONDS + PATIENCE * usual)
 
     def is_last(self, peer: str) -> bool:
         """Returns whether it is asked after the others."""
