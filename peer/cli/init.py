@@ -7,7 +7,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,6 +47,8 @@ MOST_EPOCHS = 1000
 MOST_ROUNDS, MOST_PEERS, MOST_SEED = 10**9, 10**6, 2**63 - 1
 """Limits of the options; TOML has no larger whole numbers than the last."""
 FEW_HELD_OUT_SEQUENCES = 8
+LEAST_AHEAD = 1.05
+"""Times as many tokens a second with overlap, for which it is spoken of."""
 COMMENTS = {
     "seed": "what the model begins with, and the order of the text, follow from it",
     "rounds": "the run is over after so many",
@@ -351,6 +353,31 @@ def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidat
         f"that is {tokens / parameters:.1f} tokens a parameter (usual: {presets.TOKENS_PER_PARAMETER}), and"
         f" {_times(tokens / index.tokens)} times the text"
     )
+    yield from _ahead(manifest, candidates)
+
+
+def _ahead(manifest: Manifest, candidates: tuple[Candidate, ...]) -> Iterator[str]:
+    """What overlap would bring, as text, where it brings much. What it costs in learning is not known well enough to
+    choose it (docs/adr/0070-a-replica-has-a-price.md)."""
+    from protocol.planning.arrange import arrange
+
+    homes = candidates or tuple(
+        Candidate(
+            peer=f"home-{i}",
+            memory_bytes=memory.NEVER,
+            up_bps=presets.HOME_UP_BPS,
+            down_bps=presets.HOME_DOWN_BPS,
+            speed_flops=int(presets.HOME_FLOPS),
+        )
+        for i in range(presets.HOMES)
+    )
+    ahead = replace(manifest, outer=replace(manifest.outer, overlap=1))
+    now, then = (sum(r.rate for r in arrange(made, homes)[0]) for made in (manifest, ahead))
+    if not manifest.outer.overlap and then >= LEAST_AHEAD * now:
+        yield (
+            f"payloads take {1 - now / then:.0%} of its time; with outer.overlap = 1 it would train meanwhile"
+            " (docs/guides/manifest.md)"
+        )
 
 
 def operating(manifest: Manifest) -> Iterator[str]:

@@ -396,6 +396,10 @@ def _replica_lines(manifest: Manifest, number: int, replica: Explained) -> Itera
         f"  {number} {kind}: {replica.rate:,.0f} tokens per second, {replica.rate / replica.ideal:.0%} of what its"
         f" computing could; limit: {replica.limit}"
     )
+    yield (
+        f"      a round: {replica.sent:.2g} s sent, {replica.fetched:.2g} s fetched, {replica.applied:.2g} s applied"
+        f"{' while it trains' if manifest.outer.overlap else ''}"
+    )
     for role in replica.roles:
         part = blocks(role.first, role.last) if chain else "the whole model"
         yield f"      {_short_name(role.peer)}  {part}, {role.seconds:.2g} s a micro-batch: {role.why}"

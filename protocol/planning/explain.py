@@ -34,11 +34,17 @@ class Role:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
-    """A replica. rate: predicted tokens per second; ideal: of its computing alone; limit: what sets its pace."""
+    """A replica. rate: predicted tokens per second; ideal: of its computing alone; limit: what sets its pace.
+
+    sent, fetched, applied: seconds of a round for its own payloads, and for those of all others
+    """
 
     rate: float
     ideal: float
     limit: str
+    sent: float
+    fetched: float
+    applied: float
     roles: tuple[Role, ...]
 
 
@@ -51,11 +57,11 @@ def explain(manifest: Manifest, candidates: Sequence[Candidate], replicas: Seque
     for replica in replicas:
         members = [number[p] for p in replica.members]
         whys = [_why(manifest, everybody[i], len(members)) for i in members]
-        found.append(_explain(swarm, replica, members, whys))
+        found.append(_explain(swarm, replica, members, whys, len(replicas) - 1))
     return found
 
 
-def _explain(swarm: Swarm, replica: Arranged, members: list[int], whys: Sequence[str]) -> Explained:
+def _explain(swarm: Swarm, replica: Arranged, members: list[int], whys: Sequence[str], others: int) -> Explained:
     table, rows = swarm.shapes, padded([members])
     blocks = np.array([[b - a for a, b in replica.ranges]], dtype=np.int64)
     compute = swarm.compute(rows, blocks)[0]
@@ -64,10 +70,14 @@ def _explain(swarm: Swarm, replica: Arranged, members: list[int], whys: Sequence
         Role(peer=peer, first=a, last=b, seconds=float(seconds), why=why)
         for peer, why, (a, b), seconds in zip(replica.members, whys, replica.ranges, compute, strict=True)
     )
+    exchange = swarm.exchange(rows, blocks)
     return Explained(
         rate=replica.rate,
         ideal=float(table.tokens * swarm.speed[members].sum() / work),
         limit=_limit(swarm, replica.members, rows, blocks),
+        sent=float(exchange.sent[0]),
+        fetched=others * float(exchange.fetched[0]),
+        applied=others * float(exchange.applied[0]),
         roles=roles,
     )
 
@@ -135,6 +145,10 @@ def why_spare(manifest: Manifest, spare: Candidate) -> str:
     most = most_blocks(manifest, room)
     if most:
         limit = _limiting(manifest, room)
+        if holds_whole(manifest, room):
+            return (
+                f"{limit} holds {most} of {layers} blocks, but its payloads would cost the others more than it brings"
+            )
         return f"{limit} holds {most} of {layers} blocks; no chain would be quicker with it, and those left make none"
     own, host = smallest_stage(manifest, spare.device)
     short = room.is_split and own <= room.memory_bytes

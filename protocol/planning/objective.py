@@ -1,11 +1,18 @@
 """The planner's objective: tokens per second that a replica brings into commits. Pure.
 
-Every replica trains for the same time and weighs by its tokens, so a swarm's rate is the sum of its replicas':
+Every replica trains for the same time and weighs by its tokens, so a swarm's rate is the sum of its replicas'. Of R:
 
-    rate = M n / step x round / (round + payload / uplink + between) x presence         M micro-batches of n tokens
-    step = trip + max over stages of (M - W) trip / W + (W - 1) tau, with trip and W from this stage on
-    trip = sum of t + sum of (f + b + 2 l)         one micro-batch through the chain and back
-    tau  = largest t, f or b                       what sets the pace
+    rate = M n / step x (own - others) x presence                M micro-batches of n tokens
+    own    = round / (round + send + between)                    with overlap: round / max(round, send)
+    others = max(0, (R - 1) (fetch + apply) - spare) / round     spare: 0; with overlap: what `send` leaves of a round
+    send   = payload / uplink        fetch = payload / min(downlink, mean uplink)        apply = entries x APPLY_SECONDS
+    step   = trip + max over stages of (M - W) trip / W + (W - 1) tau, with trip and W from this stage on
+    trip   = sum of t + sum of (f + b + 2 l)       one micro-batch through the chain and back
+    tau    = largest t, f or b                     what sets the pace
+
+Each member fetches the payloads of its shards of every other replica, and peers serve each other, so that the mean
+uplink of the swarm's machines is busy with (R - 1) payloads, too. `others` has no bound: what is less than nothing is
+what an arrangement gains without the replica.
 
 t: seconds of a stage per micro-batch; f, b: seconds of a frame at a boundary, forward and backward; l: its latency; W:
 the window, how many micro-batches can be between their forward and backward at this stage (by the depth, which the
@@ -13,10 +20,10 @@ least memory of any member allows, or by its own memory). A stage that keeps onl
 (t x 4 / 3) and has no window; that is done where it pays. `step` is the closed form of the simulation in
 protocol/planning/pipeline_model.py. A full replica is a chain of one stage.
 
-An inner stage's links carry two boundaries in turns, at USED_LINK_SHARE of their rate (docs/results/chain.md). With
-`overlap` a payload counts only where it takes longer than the round. Two neighbours behind routers talk through a
-bootstrap node: the way is RELAY_DETOUR times as long, and all such pairs share what the relays carry. Unknown values
-are taken as usual: the median of the known ones, USUAL_FLOPS, USUAL_BPS, USUAL_LATENCY.
+An inner stage's links carry two boundaries in turns, at USED_LINK_SHARE of their rate (docs/results/chain.md). Two
+neighbours behind routers talk through a bootstrap node: the way is RELAY_DETOUR times as long, and all such pairs share
+what the relays carry. Unknown values are taken as usual: the median of the known ones, USUAL_FLOPS, USUAL_BPS,
+USUAL_LATENCY.
 
 Arrays: N replicas, S places of members in the order of stages, -1 where a replica has fewer. `compute` [N, S]: seconds
 of each stage per micro-batch; `links`: each boundary there and back [N, S - 1], and the slowest in one direction [N];
@@ -89,6 +96,10 @@ RELAY_DETOUR = 2.0
 """Assumed length of a relayed way, in direct ways; the relay is not known when a plan is made."""
 ROUND_TRIPS_BETWEEN = 20
 """Ways between neighbours from the last inner step of a round to the first of the next (docs/results/reach.md)."""
+APPLY_SECONDS = 40e-9
+"""Of a processor, for each entry of each payload (27 to 51 ns were measured)."""
+MOST_BELIEVED = 8.0
+"""Medians that a machine's uplink and speed count for at most where others are judged by them: they are announced."""
 USUAL_FLOPS = 1e12
 USUAL_BPS = 20e6
 """A home's uplink."""
@@ -100,14 +111,38 @@ SHIFTS = 4
 _HALVINGS = 10
 
 
+OWN, LOST, SPARE, PRICED = range(4)
+"""Columns of terms [N, 4]: tokens per second without others, tokens per second that each other replica costs, how many
+cost nothing, and what of the second is believed where it speaks against others."""
+
+
+def with_others(terms: Floats, others: float) -> Floats:
+    """[N]: tokens per second beside so many other replicas."""
+    found: Floats = terms[:, OWN] - terms[:, LOST] * np.maximum(0.0, others - terms[:, SPARE])
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rated:
-    """Replicas as they do best, row by row; a rate of 0 where the members cannot hold the model."""
+    """Replicas as they do best, row by row; all terms 0 where the members cannot hold the model."""
 
     blocks: Ints
     """[N, S]: of each member."""
+    terms: Floats
+    """[N, 4]: see OWN."""
     rate: Floats
-    """[N]: tokens per second."""
+    """[N]: tokens per second beside `Swarm.others`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Exchange:
+    """Seconds [N] of a round in which payloads travel, of the slowest member."""
+
+    sent: Floats
+    fetched: Floats
+    """Of each other replica."""
+    applied: Floats
+    """Of each other replica."""
 
 
 class Swarm:
@@ -117,9 +152,17 @@ class Swarm:
         self.shapes = table = shapes(manifest)
         self.known = np.array([c.speed_flops > 0 for c in candidates], dtype=bool)
         self.speed = _filled([c.speed_flops for c in candidates], USUAL_FLOPS)
+        work = table.layers * table.block_ops + table.extra_ops[WHOLE]
+        self.most_rate = MOST_BELIEVED * table.tokens * float(np.median(self.speed)) / work if len(candidates) else 0.0
+        """Tokens per second that are believed of a member."""
         self.up = USED_LINK_SHARE * _filled([c.up_bps for c in candidates], USUAL_BPS)
         down = np.array([min(max(c.down_bps, 0), 10**13) for c in candidates], dtype=np.float64) * USED_LINK_SHARE
         self.down = np.where(down > 0, down, self.up)
+        uplink = np.minimum(self.up, MOST_BELIEVED * np.median(self.up)).mean() if len(candidates) else 0.0
+        self.fetches = np.minimum(self.down, uplink)
+        """Bits a second at which payloads come: other homes send them."""
+        self.others = 0
+        """How many replicas a plan has beside the one that is rated."""
         self.presence = np.array([min(max(c.presence, 0.0), 1.0) for c in candidates])
         self.private = np.array([c.reachable == "private" for c in candidates], dtype=bool)
         self.relayed_bps = relay_bps / max(1, int(self.private.sum()) // 2)
@@ -260,18 +303,34 @@ class Swarm:
         waits = held_up | (first[0] > compute).any(axis=1)
         return np.minimum(seconds, step(self.shapes.micro_batches, other[0], links, other[1])[0]), waits
 
-    def rates(self, rows: Ints, blocks: Ints) -> tuple[Floats, Flags]:
-        """[N]: tokens per second, and whether an inner step waits for windows."""
-        table, there, kind = self.shapes, rows >= 0, self.kinds(rows)
+    def exchange(self, rows: Ints, blocks: Ints) -> Exchange:
+        """Seconds of a round for payloads."""
+        bits = np.where(rows >= 0, self.shapes.payload_bits[self.kinds(rows), blocks], 0.0)
+        return Exchange(
+            sent=(bits / self.up[rows]).max(axis=1),
+            fetched=(bits / self.fetches[rows]).max(axis=1),
+            applied=bits.max(axis=1) * (APPLY_SECONDS / self.shapes.entry_bits),
+        )
+
+    def terms(self, rows: Ints, blocks: Ints) -> tuple[Floats, Flags]:
+        """Terms [N, 4], and whether an inner step waits for windows [N]."""
+        table, length = self.shapes, self.shapes.round_seconds
         seconds, waits = self.step_seconds(rows, blocks)
-        offer = np.where(there, table.payload_bits[kind, blocks] / self.up[rows], 0.0).max(axis=1)
+        travels = self.exchange(rows, blocks)
+        each = travels.fetched + travels.applied
         if table.overlap:
-            trains = table.round_seconds / np.maximum(offer, table.round_seconds)
+            trains = length / np.maximum(travels.sent, length)
+            spare = np.maximum(0.0, length - travels.sent) / each
         else:
             between = ROUND_TRIPS_BETWEEN * self.latencies(rows).max(axis=1, initial=0.0)
-            trains = table.round_seconds / (table.round_seconds + offer + between)
-        rate = table.tokens * table.micro_batches / seconds * trains
-        return rate * np.where(there, self.presence[rows], 1.0).prod(axis=1) * self._reached(rows), waits
+            trains = length / (length + travels.sent + between)
+            spare = np.zeros(len(rows))
+        rate = table.tokens * table.micro_batches / seconds * self._reached(rows)
+        rate *= np.where(rows >= 0, self.presence[rows], 1.0).prod(axis=1)
+        there = rows >= 0
+        believed = np.where((self.known[rows] | ~there).all(axis=1), self.most_rate * there.sum(axis=1), 0.0)
+        believed = np.minimum(rate, believed)
+        return np.stack([rate * trains, rate * each / length, spare, believed * each / length], axis=1), waits
 
     def at_least(self, rows: Ints) -> Floats:
         """[N]: lower bound of an inner step's seconds, to compare orders; infinite where the model does not fit."""
@@ -305,24 +364,28 @@ class Swarm:
 
     def rated(self, rows: Ints) -> Rated:
         """Any rows, each as it does best in this order of members."""
-        blocks, rate = np.zeros_like(rows), np.zeros(len(rows))
+        blocks, terms = np.zeros_like(rows), np.zeros((len(rows), 4))
         good = np.flatnonzero(self.fits(rows))
         if len(good):
             some = np.asfortranarray(rows[good])
             blocks[good] = shared = np.asfortranarray(self.share_out(some, self.caps))
-            rate[good], waits = self.rates(some, shared)
-            self._deepen(rows, good[waits], (blocks, rate))
-        return Rated(blocks=blocks, rate=rate)
+            terms[good], waits = self.terms(some, shared)
+            self._deepen(rows, good[waits], (blocks, terms))
+        return self.as_rated(blocks, terms)
+
+    def as_rated(self, blocks: Ints, terms: Floats) -> Rated:
+        """These blocks with their rates."""
+        return Rated(blocks=blocks, terms=terms, rate=with_others(terms, self.others))
 
     def refined(self, rows: Ints, rated: Rated) -> Rated:
         """`rated`, with blocks shifted between members where that makes a waiting replica quicker. Slow."""
-        found = rated.blocks.copy(), rated.rate.copy()
+        found = rated.blocks.copy(), rated.terms.copy()
         some = np.flatnonzero(rated.rate > 0)
         if len(some):
             as_is, blocks = np.asfortranarray(rows[some]), np.asfortranarray(rated.blocks[some])
-            _, waits = self.rates(as_is, blocks)
+            _, waits = self.terms(as_is, blocks)
             self._shift(rows, some[waits], found)
-        return Rated(blocks=found[0], rate=found[1])
+        return self.as_rated(*found)
 
     def _deepen(self, rows: Ints, which: Ints, found: tuple[Ints, Floats]) -> None:
         """Shares blocks out so that members can have more micro-batches in flight, where that is better."""
@@ -334,26 +397,27 @@ class Swarm:
 
     def _shift(self, rows: Ints, which: Ints, found: tuple[Ints, Floats]) -> None:
         """Lets members of some rows give a block to another where that makes the row quicker."""
-        blocks, rate = found
+        blocks, terms = found
         cap = np.where(rows >= 0, self.caps[self.kinds(rows), rows], 0)
         passes = SHIFTS
         while len(which) and passes:
-            before, passes = rate[which], passes - 1
+            before, passes = with_others(terms[which], self.others), passes - 1
             for giver, taker in itertools.permutations(range(rows.shape[1]), 2):
                 some = which[(blocks[which, giver] > 1) & (blocks[which, taker] < cap[which, taker])]
                 shared = blocks[some]
                 shared[:, giver] -= 1
                 shared[:, taker] += 1
                 self._keep_better(rows, some, shared, found)
-            which = which[rate[which] > before]
+            which = which[with_others(terms[which], self.others) > before]
 
     def _keep_better(self, rows: Ints, some: Ints, shared: Ints, found: tuple[Ints, Floats]) -> None:
         """Of some rows these shares, where they are quicker."""
-        blocks, rate = found
-        rate_then, _ = self.rates(np.asfortranarray(rows[some]), np.asfortranarray(shared))
-        better = rate_then > rate[some] * (1 + 1e-9)
+        blocks, terms = found
+        then, _ = self.terms(np.asfortranarray(rows[some]), np.asfortranarray(shared))
+        rate = with_others(terms[some], self.others)
+        better = with_others(then, self.others) > rate + 1e-9 * np.abs(rate)
         at = some[better]
-        blocks[at], rate[at] = shared[better], rate_then[better]
+        blocks[at], terms[at] = shared[better], then[better]
 
 
 def _filled(values: Sequence[int], usual: float) -> Floats:

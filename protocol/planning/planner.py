@@ -81,8 +81,8 @@ def linked(before: Iterable[ReplicaSpec], after: Sequence[ReplicaSpec], since: S
     ]
 
 
-WORTH = 1 - 1e-9
-"""A change brings at least this share of the tokens per second of what is there."""
+LEAST_GAIN = -1e-9
+"""Of a change, in parts of the tokens per second of what is there."""
 
 
 def make_plan(
@@ -102,7 +102,7 @@ def make_plan(
     candidates = sorted(candidates, key=lambda c: c.peer)
     there = {c.peer: c for c in candidates}
     kept = still_fit(manifest, previous.replicas if previous else (), there)
-    known, _ = _worth(manifest, candidates, _pending(manifest, previous, kept, there), relay_bps)
+    known, _ = _worth(manifest, candidates, kept, _pending(manifest, previous, kept, there), relay_bps)
     pending = [change for change in known if round - change.since < FORMING_ROUNDS or not change.lacking(holds)]
     late = [change for change in known if round - change.since >= FORMING_ROUNDS and change.lacking(holds)]
     resting = [replica for change in late for replica in change.before]
@@ -110,8 +110,9 @@ def make_plan(
     taken = stuck.union(*(change.peers for change in pending), *(replica.peers for replica in resting))
     settled = [replica for replica in kept if taken.isdisjoint(replica.peers)]
     others = [c for c in candidates if c.peer not in taken]
-    staying, new = _arranged(manifest, others, settled, round, relay_bps)
-    worth, worse = _worth(manifest, candidates, new, relay_bps)
+    beside = len(resting) + sum(len(change.after) for change in pending)
+    staying, new = _arranged(manifest, others, settled, round, relay_bps, beside)
+    worth, worse = _worth(manifest, candidates, kept, new, relay_bps)
     begin = [*resting, *staying, *(replica for change in worse for replica in change.before)]
     waiting: list[Change] = []
     for change in (*pending, *worth):
@@ -147,12 +148,17 @@ def _pending(
 
 
 def _arranged(
-    manifest: Manifest, candidates: Sequence[Candidate], kept: Sequence[ReplicaSpec], round: int, relay_bps: float
+    manifest: Manifest,
+    candidates: Sequence[Candidate],
+    kept: Sequence[ReplicaSpec],
+    round: int,
+    relay_bps: float,
+    beside: int,
 ) -> tuple[list[ReplicaSpec], list[Change]]:
     """Who of the `kept` stays as it is, and what else is best."""
     there = {c.peer: c for c in candidates}
     as_they_are = [arranged(balanced(manifest, r, there)) for r in kept]
-    found, _ = arrange.arrange(manifest, candidates, as_they_are, relay_bps)
+    found, _ = arrange.arrange(manifest, candidates, as_they_are, relay_bps, beside)
     before = {replica.peers: replica for replica in kept}
     staying: list[ReplicaSpec] = []
     new: list[ReplicaSpec] = []
@@ -168,18 +174,20 @@ def _arranged(
 
 
 def _worth(
-    manifest: Manifest, candidates: Sequence[Candidate], changes: Sequence[Change], relay_bps: float
+    manifest: Manifest,
+    candidates: Sequence[Candidate],
+    kept: Sequence[ReplicaSpec],
+    changes: Sequence[Change],
+    relay_bps: float,
 ) -> tuple[list[Change], list[Change]]:
-    """The changes that bring at least the rate of what they replace, and the others."""
-    replicas = [arranged(r) for c in changes if c.before and c.after for r in (*c.before, *c.after)]
-    rates = iter(arrange.rates(manifest, candidates, replicas, relay_bps) if replicas else ())
+    """The changes to a plan that bring at least what they replace, and the others."""
+    swaps = [(list(map(arranged, c.before)), list(map(arranged, c.after))) for c in changes if c.before and c.after]
+    plan = list(map(arranged, kept))
+    gains = iter(arrange.gains(manifest, candidates, plan, swaps, relay_bps) if swaps else ())
     worth: list[Change] = []
     worse: list[Change] = []
     for change in changes:
-        better = True
-        if change.before and change.after:
-            before = sum(next(rates) for _ in change.before)
-            better = sum(next(rates) for _ in change.after) >= before * WORTH
+        better = not (change.before and change.after) or next(gains) >= LEAST_GAIN
         (worth if better else worse).append(change)
     return worth, worse
 

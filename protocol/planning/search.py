@@ -15,6 +15,10 @@ nothing, or after a bounded number of rated rows.
 
 *Moves.* Between two replicas a member moves or two are exchanged; between a replica and the free peers a member is
 added, dropped or replaced. The best moves that touch different replicas are made.
+
+*Price.* Every replica costs the others tokens (`others` in protocol/planning/objective.py). Rates are those beside as
+many others as there are when a pass begins. In pools a replica counts less by the price of one more of them; what a
+pool really gains, with all others, is looked at before it is arranged anew (`Arrangement.gain`).
 """
 
 from __future__ import annotations
@@ -22,12 +26,12 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from protocol.planning.objective import Rated, Swarm, padded
+from protocol.planning.objective import OWN, PRICED, SPARE, Rated, Swarm, padded, with_others
 from protocol.planning.shapes import FIRST, LAST, MIDDLE, WHOLE, Flags, Floats, Ints
 
 ALL = 5
@@ -126,10 +130,10 @@ def best_orders(swarm: Swarm, rows: Ints, thorough: bool) -> tuple[Ints, Rated]:
     all_rated = swarm.rated(tried)
     order = np.argsort(-all_rated.rate, kind="stable")
     top, first_at = np.unique(which[order], return_index=True)
-    blocks, rate = np.zeros_like(rows), np.zeros(len(rows))
+    blocks, terms = np.zeros_like(rows), np.zeros((len(rows), 4))
     at = order[first_at]
-    found[top], blocks[top], rate[top] = tried[at], all_rated.blocks[at], all_rated.rate[at]
-    return found, Rated(blocks=blocks, rate=rate)
+    found[top], blocks[top], terms[top] = tried[at], all_rated.blocks[at], all_rated.terms[at]
+    return found, swarm.as_rated(blocks, terms)
 
 
 def polished(swarm: Swarm, rows: Ints, rate: Floats, turns: int) -> tuple[Ints, Floats]:
@@ -170,27 +174,112 @@ KEYS = 5
 CUTS = (4, 7, 3, 2)
 """Into how many units a replica is cut at most, pass by pass."""
 BATCH = 60_000
+LEAST_SPARES, SPARES_A_MEMBER, WITH_KEPT = 100, 4, 1
+"""How many of the free peers are tried where not all are needed: for each peer with a part; and where some are kept."""
 
 Group = tuple[int, ...]
 """Members of a replica in the order of their stages, by their numbers in the swarm."""
 
 
-@dataclass(slots=True)
 class Arrangement:
-    """Replicas and their rates. kept: those of the last plan, which count `bonus` times: a move must pay."""
+    """Replicas with their terms and rates. kept: those of the last plan, which count `bonus` times: a move must pay.
 
-    groups: list[Group]
-    rates: list[float]
-    free: set[int]
-    kept: set[Group] = field(default_factory=set)
-    bonus: float = 1.0
+    groups: () for a replica that was dissolved; rates: beside as many others as there were when `settle` was called
+    beside: replicas that are planned elsewhere
+    """
+
+    def __init__(
+        self, swarm: Swarm, kept: Mapping[Group, Floats], free: set[int], bonus: float = 1.0, beside: int = 0
+    ) -> None:
+        self._swarm, self.free, self.kept, self.bonus, self._beside = swarm, free, set(kept), bonus, beside
+        self.groups: list[Group] = list(kept)
+        self.terms: list[Floats] = list(kept.values())
+        self.rates: list[float] = []
+        self._numbers = np.arange(beside + len(swarm.speed) + 1, dtype=np.float64)
+        self.settle()
+
+    def copy(self) -> Arrangement:
+        """Another one with the same replicas."""
+        same = dict(zip(self.groups, self.terms, strict=True))
+        found = Arrangement(self._swarm, same, set(self.free), self.bonus, self._beside)
+        found.kept = set(self.kept)
+        return found
+
+    def settle(self) -> None:
+        """Removes the replicas that were dissolved or train nothing, and rates the others beside each other."""
+        self.free.update(i for group, t in zip(self.groups, self.terms, strict=True) if t[OWN] <= 0 for i in group)
+        alive = [i for i, group in enumerate(self.groups) if group and self.terms[i][OWN] > 0]
+        self.groups, self.terms = [self.groups[i] for i in alive], [self.terms[i] for i in alive]
+        terms, self._count = np.array(self.terms).reshape(-1, 4), self._beside + len(alive)
+        self._swarm.others = max(0, self._count - 1)
+        self.rates = with_others(terms, self._swarm.others).tolist()
+        self._own, self._lost = float(terms[:, OWN].sum()), lost_beside(terms, self._numbers)
+
+    def spares(self) -> list[int]:
+        """The free peers that are tried: where replicas have a price, only the best, about as many as have a part."""
+        free = np.array(sorted(self.free), dtype=np.int64)
+        most = max(LEAST_SPARES, (WITH_KEPT if self.kept else SPARES_A_MEMBER) * sum(map(len, self.groups)))
+        if not self.price or len(free) <= most:
+            return [int(i) for i in free]
+        speed, up = (x / np.median(x) for x in (self._swarm.speed, self._swarm.up))
+        useful = np.where(self._swarm.caps[WHOLE] > 0, speed, np.minimum(speed, up))
+        return sorted(int(i) for i in free[np.argsort(-useful[free], kind="stable")[:most]])
 
     @property
     def total(self) -> float:
-        return sum(self.rates)
+        """Tokens per second of all replicas."""
+        return self._own - float(self._lost[max(0, self._count - 1)])
 
-    def value(self, group: Group, rate: float) -> float:
-        return rate * self.bonus if group in self.kept else rate
+    @property
+    def price(self) -> float:
+        """Tokens per second that one more replica costs the others."""
+        return float(self._lost[self._count] - self._lost[self._count - 1]) if self._count else 0.0
+
+    def value(self, number: int) -> float:
+        """What a replica counts for."""
+        return self.rates[number] * (self.bonus if self.groups[number] in self.kept else 1.0)
+
+    def gain(self, gone: Iterable[Floats], after: Iterable[Floats]) -> float:
+        """Tokens per second that all replicas gain where those with the terms `gone` become those of `after`."""
+        changed = [*((1, terms) for terms in after), *((-1, terms) for terms in gone)]
+        others = max(0, self._count + sum(sign for sign, _ in changed) - 1)
+        own = sum(sign * float(t[OWN]) for sign, t in changed)
+        lost = sum(sign * float(t[PRICED]) * max(0.0, others - float(t[SPARE])) for sign, t in changed)
+        return self._own + own - float(self._lost[others]) - lost - self.total
+
+    def pays(self, gone: Collection[int], after: Sequence[Floats], worth: float) -> bool:
+        """Whether it gains enough of `worth` if the replicas `gone` become others; the bonus of kept ones is lost."""
+        bonus = sum(self.value(number) - self.rates[number] for number in gone)
+        return self.gain([self.terms[number] for number in gone], after) - bonus > GAIN * worth
+
+    def dissolve(self, number: int) -> None:
+        """Removes a replica, whose members are not free yet."""
+        self.kept.discard(self.groups[number])
+        self._change(self.terms[number], -1)
+        self.groups[number], self.rates[number] = (), 0.0
+
+    def add(self, group: Group, terms: Floats) -> None:
+        """Adds a replica, whose members are free no more."""
+        self.groups.append(group)
+        self.terms.append(terms)
+        self.rates.append(float(with_others(terms[None], self._swarm.others)[0]))
+        self._change(terms, 1)
+        self.free.difference_update(group)
+
+    def _change(self, terms: Floats, sign: int) -> None:
+        self._count += sign
+        self._own += sign * float(terms[OWN])
+        self._lost += sign * terms[PRICED] * np.maximum(0.0, self._numbers - terms[SPARE])
+
+
+def lost_beside(terms: Floats, numbers: Floats) -> Floats:
+    """[K]: tokens per second that replicas with these terms lose, each of them beside so many others [K]."""
+    order = np.argsort(terms[:, SPARE], kind="stable")
+    lost, spare = terms[order, PRICED], terms[order, SPARE]
+    slopes, offsets = (np.concatenate([[0.0], x.cumsum()]) for x in (lost, lost * spare))
+    until = np.searchsorted(spare, numbers, side="left")
+    found: Floats = numbers * slopes[until] - offsets[until]
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +294,29 @@ Allowed = Callable[[Sequence[Group], Sequence[Group]], bool]
 """Whether groups may be replaced by others."""
 
 
+def add_worthy(now: Arrangement, found: Iterable[tuple[Group, Floats]]) -> None:
+    """Adds replicas of free peers, best first, as long as they bring more than they cost the others."""
+    for group, terms in sorted(found, key=lambda one: -one[1][OWN]):
+        if terms[OWN] <= now.price:
+            break
+        if now.pays((), [terms], terms[OWN]):
+            now.add(group, terms)
+    now.settle()
+
+
+def drop_costly(now: Arrangement, allowed: Allowed | None = None) -> None:
+    """Dissolves replicas that bring less than they cost the others, one after the other."""
+    while True:
+        worth = [n for n, rate in enumerate(now.rates) if rate < now.price and now.pays((n,), (), abs(rate))]
+        worth.sort(key=lambda n: (now.value(n), n))
+        number = next((n for n in worth if not allowed or allowed([now.groups[n]], [])), None)
+        if number is None:
+            return
+        now.free.update(now.groups[number])
+        now.dissolve(number)
+        now.settle()
+
+
 def improve_pools(swarm: Swarm, now: Arrangement, *, rows: int, allowed: Allowed | None = None) -> int:
     """Improves the arrangement until nothing helps or about `rows` rows are rated; the number of rows."""
     used, quiet, turn = 0, 0, 0
@@ -217,7 +329,7 @@ def improve_pools(swarm: Swarm, now: Arrangement, *, rows: int, allowed: Allowed
         for start in range(0, len(pools), max(1, BATCH >> UNITS)):
             batch = pools[start : start + max(1, BATCH >> UNITS)]
             used += _solve(swarm, now, batch, False, allowed)
-        tidy(now)
+        now.settle()
         quiet = quiet + 1 if now.total <= before * (1 + GAIN) else 0
         turn += 1
     return used
@@ -225,14 +337,19 @@ def improve_pools(swarm: Swarm, now: Arrangement, *, rows: int, allowed: Allowed
 
 def solve_all(swarm: Swarm, now: Arrangement, allowed: Allowed | None = None) -> None:
     """Arranges a swarm of at most SMALL peers at once; every pair of ends of every chain is tried."""
-    units: list[Group] = []
-    replicas: dict[int, int] = {}
-    for number, group in enumerate([*now.groups, *((peer,) for peer in sorted(now.free))]):
-        if number < len(now.groups):
-            replicas[number] = ((1 << len(group)) - 1) << len(units)
-        units += [(peer,) for peer in group]
-    _solve(swarm, now, [Pool(units=tuple(units), replicas=replicas)], True, allowed)
-    tidy(now)
+    before = -math.inf
+    while now.total > before:
+        before = now.total
+        units: list[Group] = []
+        replicas: dict[int, int] = {}
+        for number, group in enumerate([*now.groups, *((peer,) for peer in sorted(now.free))]):
+            if number < len(now.groups):
+                replicas[number] = ((1 << len(group)) - 1) << len(units)
+            units += [(peer,) for peer in group]
+        _solve(swarm, now, [Pool(units=tuple(units), replicas=replicas)], True, allowed)
+        now.settle()
+        if not now.price:
+            return
 
 
 def split_chains(swarm: Swarm, now: Arrangement, allowed: Allowed | None = None) -> None:
@@ -240,14 +357,7 @@ def split_chains(swarm: Swarm, now: Arrangement, allowed: Allowed | None = None)
     some = [n for n, g in enumerate(now.groups) if 1 < len(g) <= UNITS and swarm.caps[WHOLE, list(g)].any()]
     units = {n: tuple((peer,) for peer in now.groups[n]) for n in some}
     _solve(swarm, now, [Pool(units=units[n], replicas={n: (1 << len(units[n])) - 1}) for n in some], True, allowed)
-    tidy(now)
-
-
-def tidy(now: Arrangement) -> None:
-    """Removes the replicas that were dissolved, or train nothing."""
-    now.free.update(i for group, rate in zip(now.groups, now.rates, strict=True) if rate <= 0 for i in group)
-    alive = [i for i, rate in enumerate(now.rates) if rate > 0]
-    now.groups, now.rates = [now.groups[i] for i in alive], [now.rates[i] for i in alive]
+    now.settle()
 
 
 # --- pools
@@ -260,7 +370,7 @@ def near(swarm: Swarm, now: Arrangement, turn: int) -> tuple[list[Group], list[i
     key = (swarm.up, axis, _mixed(np.arange(len(axis)), turn), swarm.speed, _mixed(np.arange(len(axis)), -turn))[
         turn % KEYS
     ]
-    items = [*now.groups, *((peer,) for peer in sorted(now.free))]
+    items = [*now.groups, *((peer,) for peer in now.spares())]
     rows = padded(items)
     there = rows >= 0
     at = np.where(there, key[rows], 0.0).sum(axis=1) / np.maximum(there.sum(axis=1), 1)
@@ -295,7 +405,7 @@ def make_pools(swarm: Swarm, now: Arrangement, turn: int) -> list[Pool]:
 
 
 def _worth(now: Arrangement, pool: Pool) -> bool:
-    chains = any(len(now.groups[number]) > 1 for number in pool.replicas)
+    chains = any(len(now.groups[number]) > 1 or now.rates[number] < now.price for number in pool.replicas)
     free = len(pool.units) > sum(mask.bit_count() for mask in pool.replicas.values())
     return len(pool.units) > 1 and (chains or free)
 
@@ -340,8 +450,8 @@ def _solve(swarm: Swarm, now: Arrangement, pools: Sequence[Pool], thorough: bool
     values, owner, members, rated = _rate(swarm, pools, count, thorough)
     for p, pool in enumerate(pools):
         for number, mask in pool.replicas.items():
-            own = now.value(now.groups[number], now.rates[number])
-            values[p, mask] = max(values[p, mask], own)
+            values[p, mask] = max(values[p, mask], now.value(number))
+    values -= now.price
     best = np.zeros((len(pools), 1 << count))
     choice = np.zeros((len(pools), 1 << count), dtype=np.int64)
     every = np.arange(len(pools))
@@ -357,8 +467,8 @@ def _solve(swarm: Swarm, now: Arrangement, pools: Sequence[Pool], thorough: bool
     return members.size // UNITS
 
 
-def _rate(swarm: Swarm, pools: Sequence[Pool], count: int, thorough: bool) -> tuple[Floats, Ints, Ints, Floats]:
-    """[pools, 2^units] the rate of every subset, and the row of each; the rows in their best order; their rates."""
+def _rate(swarm: Swarm, pools: Sequence[Pool], count: int, thorough: bool) -> tuple[Floats, Ints, Ints, Rated]:
+    """[pools, 2^units] the rate of every subset, and the row of each; the rows in their best order, rated."""
     width = max(len(unit) for pool in pools for unit in pool.units)
     units = np.full((len(pools), count, width), -1, dtype=np.int64)
     for p, pool in enumerate(pools):
@@ -384,43 +494,39 @@ def _rate(swarm: Swarm, pools: Sequence[Pool], count: int, thorough: bool) -> tu
     values[where, mask] = rated.rate
     owner = np.zeros(values.shape, dtype=np.int64)
     owner[where, mask] = np.arange(len(where))
-    return values, owner, rows, rated.rate
+    return values, owner, rows, rated
 
 
 def _adopt(
-    now: Arrangement, pool: Pool, choice: Ints, found: tuple[Ints, Ints, Floats], allowed: Allowed | None
+    now: Arrangement, pool: Pool, choice: Ints, found: tuple[Ints, Ints, Rated], allowed: Allowed | None
 ) -> None:
     """Takes over the best partition of a pool, if it gains and may be."""
-    owner, rows, rates = found
+    owner, rows, rated = found
     old = {mask: number for number, mask in pool.replicas.items()}
-    value = {number: now.value(now.groups[number], now.rates[number]) for number in pool.replicas}
-    after: list[tuple[Group, float]] = []
+    after: list[tuple[Group, Floats]] = []
     spare: list[int] = []
-    gone, total, left = set(value), 0.0, (1 << len(pool.units)) - 1
+    gone, left = set(pool.replicas), (1 << len(pool.units)) - 1
     while left:
         part = int(choice[left])
         number, row = old.get(part, -1), owner[part]
         if not part:
             spare += pool.units[(left & -left).bit_length() - 1]
             part = left & -left
-        elif number >= 0 and value[number] >= rates[row]:
+        elif number >= 0 and now.value(number) >= rated.rate[row]:
             gone.discard(number)
-            total += value[number]
         else:
-            after.append((tuple(int(peer) for peer in rows[row] if peer >= 0), float(rates[row])))
-            total += float(rates[row])
+            after.append((tuple(int(peer) for peer in rows[row] if peer >= 0), rated.terms[row]))
         left ^= part
-    dissolved = [now.groups[number] for number in sorted(gone)]
-    if total <= sum(value.values()) * (1 + GAIN) or (allowed and not allowed(dissolved, [g for g, _ in after])):
+    if not now.pays(gone, [terms for _, terms in after], sum(now.value(number) for number in pool.replicas)):
         return
+    if allowed and not allowed([now.groups[number] for number in sorted(gone)], [group for group, _ in after]):
+        return
+    for number in sorted(gone):
+        now.dissolve(number)
     now.free.difference_update(peer for unit in pool.units for peer in unit)
     now.free.update(spare)
-    for number in gone:
-        now.kept.discard(now.groups[number])
-        now.groups[number], now.rates[number] = (), 0.0
-    for group, rate in after:
-        now.groups.append(group)
-        now.rates.append(rate)
+    for group, terms in after:
+        now.add(group, terms)
 
 
 FREE_TRIED = 8
@@ -451,7 +557,7 @@ def improve_moves(swarm: Swarm, now: Arrangement, *, rows: int, allowed: Allowed
         batch = list(itertools.islice(_moves(swarm, now, turn), most))
         gained = bool(batch) and _make(swarm, now, batch, allowed)
         used += 2 * len(batch) * longest // UNITS + 1
-        tidy(now)
+        now.settle()
         quiet = 0 if gained else quiet + 1
         turn += 1
     return used
@@ -500,7 +606,7 @@ def _make(swarm: Swarm, now: Arrangement, moves: Sequence[Move], allowed: Allowe
     found, rated = best_orders(swarm, rows, thorough=False)
     edges = np.cumsum([0, *(len(move.groups) for move in moves)])
     total = np.add.reduceat(rated.rate, edges[:-1])
-    before = np.array([sum(now.value(now.groups[n], now.rates[n]) for n in move.numbers) for move in moves])
+    before = np.array([sum(now.value(n) for n in move.numbers) for move in moves])
     gain = np.where(total > before * (1 + GAIN), total - before, 0.0)
     touched: set[int] = set()
     taken: set[int] = set()
@@ -516,9 +622,9 @@ def _make(swarm: Swarm, now: Arrangement, moves: Sequence[Move], allowed: Allowe
             continue
         touched.update(move.numbers)
         taken.update(move.joins)
-        for number, group, rate in zip(move.numbers, after, rated.rate[edges[m] : edges[m + 1]], strict=True):
+        for number, group, terms in zip(move.numbers, after, rated.terms[edges[m] : edges[m + 1]], strict=True):
             now.kept.discard(now.groups[number])
-            now.groups[number], now.rates[number] = group, float(rate)
+            now.groups[number], now.terms[number] = group, terms  # as many as before, so that rates stay as they are
         now.free.difference_update(move.joins)
         now.free.update(move.leaves)
         made = True

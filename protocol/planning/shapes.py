@@ -63,7 +63,9 @@ class Shapes:
     under_way: int
     """Micro-batches that every chain can have under way."""
     payload_bits: Floats
-    """[K, n]: what its member offers after a round."""
+    """[K, n]: what its member offers after a round, and fetches of every other replica."""
+    entry_bits: float
+    """Of a payload, for each entry."""
     boundary_bits: Floats
     """[2]: of a frame forward and backward."""
     round_seconds: float
@@ -110,7 +112,8 @@ def shapes(manifest: Manifest) -> Shapes:
         least=least,
         window=memory.window(manifest),
         under_way=memory.under_way(manifest),
-        payload_bits=_payload_bits(manifest),
+        payload_bits=(payload := _payload_bits(manifest)),
+        entry_bits=float(payload[WHOLE, layers]) / _entries(manifest),
         boundary_bits=np.array(bits, dtype=np.float64),
         round_seconds=manifest.timing.training_seconds,
         overlap=manifest.outer.overlap > 0,
@@ -146,6 +149,12 @@ def _payload_bits(manifest: Manifest) -> Floats:
     anchor = bits("anchor") if manifest.model.residual_width else 0
     n = np.arange(manifest.model.n_layers + 1, dtype=np.float64)
     return np.stack([anchor + extra + n * block for extra in (embed, 0, head, embed + head)])
+
+
+def _entries(manifest: Manifest) -> int:
+    """Of the payloads of a whole replica."""
+    shards, codec = layout.shard_names(manifest.model), manifest.outer.codec
+    return sum(sparse.entries(codec, layout.shapes(manifest.model, shard)) for shard in shards)
 
 
 MOST_BYTES = NEVER // 2

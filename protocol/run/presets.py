@@ -18,6 +18,7 @@ TOKENS_PER_PARAMETER = 20
 """Of a training that spends its computing well (Hoffmann et al., 2022)."""
 HOMES, HOME_FLOPS = 8, 20e12
 """Assumed swarm of a new run: GPUs, and operations a second that training gets out of one."""
+HOME_UP_BPS, HOME_DOWN_BPS = 20_000_000, 100_000_000
 
 RESIDUAL_64THS = 21
 """Of the model's width that blocks write: a chain then sends 8 times fewer bytes than bf16 of all (docs/results/

@@ -11,6 +11,7 @@ many steps. Each round ends with the outer step and its sparse update. All arms 
 
     blind      attention sees the present token only (a control)
     first      only the first stage trains `anchor`
+    ahead      overlap = 1: a round begins before the one before it is decided (peer/node/training.py)
     lr=X       the learning rate
 
 All seeds and replicas of an arm are computed at once, on a processor or a GPU: the first dimension of every tensor has
@@ -110,6 +111,8 @@ class Swarm:
         self.first = {n: torch.zeros_like(x) for n, x in self.parameters.items()}
         self.second = {n: torch.zeros_like(x) for n, x in self.parameters.items()}
         self.feedback = {n: torch.zeros_like(x) for n, x in self.parameters.items()}
+        self.begin = {n: x.detach().clone() for n, x in self.parameters.items()}
+        """b of the round under way."""
         self.steps = 0
         self._angles = model.rope(spec, device)
         self._mask = None
@@ -197,9 +200,9 @@ class Swarm:
 
     @torch.no_grad()
     def begin_round(self) -> None:
-        """All parameters from θ."""
+        """All parameters from b, which is θ, or with `ahead` θ of the round before last minus what was moved since."""
         for name, x in self.parameters.items():
-            x.copy_(self.theta[ANCHOR if name in self.copies else name])
+            x.copy_(self.begin[name])
 
     @torch.no_grad()
     def end_round(self) -> None:
@@ -207,16 +210,19 @@ class Swarm:
         outer = self.made.outer
         moved = {name: torch.zeros_like(x) for name, x in self.theta.items()}
         for name, x in self.parameters.items():
-            whole = ANCHOR if name in self.copies else name
-            e = self.feedback[name].mul_(outer.beta).add_(self.theta[whole] - x)
+            whole, delta = ANCHOR if name in self.copies else name, self.begin[name] - x
+            e = self.feedback[name].mul_(outer.beta).add_(delta)
             if name in self.copies:
                 e.mul_(_wide(self.is_chain, e))
             sent = sparse(e, outer.topk)
             e.sub_(sent)
             moved[whole] += sent
+            self.begin[name] = self.theta[whole] - delta
         for name, x in self.theta.items():
             mean = moved[name].view(-1, self.R, *x.shape[1:]).mean(1, keepdim=True)
             x.view(-1, self.R, *x.shape[1:]).sub_(outer.eta * mean)
+        if "ahead" not in self.arm.options:
+            self.begin = {n: self.theta[ANCHOR if n in self.copies else n].clone() for n in self.parameters}
 
     def ids(self, first: int, step: int) -> Tensor:
         """The rows [E, B, L + 1] of an inner step of the round whose first slot is `first`."""
@@ -227,7 +233,8 @@ class Swarm:
     @torch.no_grad()
     def evaluate(self, held_out: np.ndarray, through: bool) -> list[float]:
         """The loss of the θ of each seed."""
-        self.begin_round()
+        for name, x in self.parameters.items():
+            x.copy_(self.theta[ANCHOR if name in self.copies else name])
         total = torch.zeros(self.E, device=self.device)
         for part in torch.from_numpy(held_out).to(self.device).split(8):
             total += self.loss(part.expand(self.E, -1, -1), through) * len(part)

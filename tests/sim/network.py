@@ -23,9 +23,17 @@ if TYPE_CHECKING:
 MESSAGES = (endpoints.SESSION, endpoints.QUORUM)
 """Streams on which each write is one message."""
 BULK = (endpoints.BLOB, endpoints.PIPE)
-"""Streams of payloads, states and activations, which take a line from each other."""
+"""Streams of payloads, states and activations, which take a line from each other, but for what is said between them."""
 HELD_SECONDS = 1.0
 """How often it is tried to pass on what a parted network holds up."""
+
+
+def is_said(data: bytes) -> bool:
+    """Returns whether a frame is a question or an answer, and nothing of a blob."""
+    try:
+        return isinstance(framing.unpack_message(data[framing.PREFIX :]), dict)
+    except framing.FrameError:
+        return False
 
 
 class SimPipe(Pipe):
@@ -57,7 +65,8 @@ class SimPipe(Pipe):
             copies += copies and world.chance(world.weather.duplicate, self._rng)
             world.stats["dropped" if copies == 0 else "doubled" if copies == 2 else "sent"] += 1
         for _ in range(copies):
-            at = world.network.sent(*self._link, len(data), self._name in BULK) + world.delay(self._rng)
+            bulk = self._name in BULK and not is_said(data)
+            at = world.network.sent(*self._link, len(data), bulk) + world.delay(self._rng)
             if not (lossy and world.chance(world.weather.overtake, self._rng)):
                 at = self._at = max(
                     at, math.nextafter(self._at, math.inf)
@@ -90,12 +99,15 @@ class SimNetwork(MemoryNetwork):
         self._world = world
         self.rates: dict[str, tuple[float, float]] = {}
         """Bits a second that a node sends and receives with, of those whose lines are not without limit."""
+        self.bulk_bytes = 0
+        """That all have sent."""
         self._free: dict[tuple[str, bool], float] = {}
 
     def sent(self, sender: str, receiver: str, size: int, bulk: bool) -> float:
         """When bytes that are sent now have passed the sender's uplink and then the receiver's downlink. What is in
         bulk goes one after the other; messages take no time, for models here are small and messages are not."""
         at = self._world.now
+        self.bulk_bytes += size if bulk else 0
         for line in ((sender, True), (receiver, False)) if bulk else ():
             if line[0] in self.rates:
                 up, down = self.rates[line[0]]

@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from bootstrap.node import BootstrapNode
 from peer import events
 from peer.chain.reading import StopSign
 from peer.events import Event
+from peer.net.link_monitor import LIMIT_SHARE
 from peer.node.audit import held_out_text
 from peer.node.peer import Factories, Peer
 from peer.node.training import ChainOrders, InnerLoop, Result
@@ -44,8 +45,8 @@ CALM = Weather(
     calm_at=0.0,
 )  # fmt: skip
 LEARNING = 0.01
-OWN = "block.0"
-"""Of which each learns something of its own, and much more than of the others."""
+OWN = ("block.0",)
+"""Shards of which each learns something of its own, and much more than of the others."""
 
 
 @dataclass(slots=True)
@@ -113,9 +114,15 @@ class PacedTrainer(InnerLoop):
     """An inner loop that lasts as long as its machine's pace says; what it learns is drawn."""
 
     def __init__(
-        self, floor: Floor, machine: Machine, peer: str, manifest: Manifest, announce: Callable[..., None]
+        self,
+        floor: Floor,
+        machine: Machine,
+        own: Collection[str],
+        peer: str,
+        manifest: Manifest,
+        announce: Callable[..., None],
     ) -> None:
-        self._floor, self._machine, self._peer = floor, machine, peer
+        self._floor, self._machine, self._own, self._peer = floor, machine, own, peer
         self._manifest, self._announce = manifest, announce
         self._round = 0
 
@@ -150,9 +157,9 @@ class PacedTrainer(InnerLoop):
         return Result(steps, train.tokens(steps, work.micro_batches), 1.0, None)
 
     def displacement(self, shard: str) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
-        """θ(r-1) - θ local: the same for all but large values in one shard, or they would be judged to be copies."""
-        own = shard == OWN
-        draw = np.random.default_rng([*self._peer.encode(), self._round] if own else len(shard))
+        """θ(r-1) - θ local: the same for all but large values in `own` shards, or they would be judged to be copies."""
+        own = shard in self._own
+        draw = np.random.default_rng([*self._peer.encode(), *shard.encode(), self._round] if own else len(shard))
         shapes = layout.shapes(self._manifest.model, shard)
         scale = LEARNING * (100 if own else 1)
         return displacement.of(scale * draw.standard_normal(shape, dtype=np.float32) for shape in shapes)
@@ -170,9 +177,9 @@ class Committed:
 
 class PacedSwarm:
     """The manifest's bootstrap nodes, and a peer for each machine. `script` may change machines, start and kill peers
-    while the run lasts. `node` is the first of the nodes, which leads as long as it lives."""
+    while the run lasts. `node` is the first of the nodes, which leads as long as it lives. `own`: see OWN."""
 
-    def __init__(self, machines: list[Machine], manifest: Manifest, seed: int = 0) -> None:
+    def __init__(self, machines: list[Machine], manifest: Manifest, seed: int = 0, own: Collection[str] = OWN) -> None:
         rng = random.Random(seed)
         self.manifest = manifest
         self.world = World(seed, CALM, rng, False)
@@ -190,7 +197,7 @@ class PacedSwarm:
             self.world.network.rates[node.name] = (1e9, 1e9)
         self.peers: list[Process] = []
         for machine in machines:
-            process = Process(self.world, Identity(rng.randbytes(32)), self._peer(machine, floor), "peers")
+            process = Process(self.world, Identity(rng.randbytes(32)), self._peer(machine, floor, own), "peers")
             self.world.network.rates[process.name] = (machine.up, machine.down)
             self.peers.append(process)
         self._heard = asyncio.Event()
@@ -206,17 +213,18 @@ class PacedSwarm:
             self.leading = node
         await node.run()
 
-    def _peer(self, machine: Machine, floor: Floor) -> Callable[[Process], Any]:
+    def _peer(self, machine: Machine, floor: Floor, own_shards: Collection[str]) -> Callable[[Process], Any]:
         whole = tiny.full_memory(self.manifest)
         memory = whole if machine.whole else whole - 1 if machine.half else tiny.third_memory(self.manifest)
 
         async def live(process: Process) -> None:
             def inner_loop(manifest: Manifest, peer: str, *rest: Any) -> PacedTrainer:
-                return PacedTrainer(floor, machine, peer, manifest, rest[3])
+                return PacedTrainer(floor, machine, own_shards, peer, manifest, rest[3])
 
             storage = Storage(process.folder, None, SimDisk(process.files, process.points(), process.rng))
             made = Factories(clock=self.world.clock(), text=held_out_text, inner_loop=inner_loop)
             line = {"up_bps": round(machine.up), "down_bps": round(machine.down)}
+            line["up_limit_bps"] = round(LIMIT_SHARE * machine.up)
             own = machines.machine(Path("/"), memory, nodes=[f"/memory/p2p/{self.node.name}"], **line)
             emit = process.emitter(lambda event: None)
             await Peer(self.manifest, process.identity, process.transport, storage, own, emit, made).run()

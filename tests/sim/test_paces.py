@@ -66,7 +66,7 @@ def test_a_newcomer_with_a_slow_line_costs_the_others_no_second() -> None:
     """It fetches the payloads since the beginning for some rounds; then it trains, and that is committed."""
     model = ModelSpec(vocab_size=512, d_model=64, n_layers=4, n_heads=2, d_ff=128, context=8)
     manifest = paces.manifest(SECONDS, len(ALONE), checkpoint_rounds=1, model=model)
-    slow = Machine(1.0, down=8 * paces.state_bytes(manifest) / (45 * SECONDS))
+    slow = Machine(1.0, down=8 * paces.state_bytes(manifest) / (90 * SECONDS))
     swarm = PacedSwarm([*map(Machine, ALONE), slow], manifest, seed=6)
     joined: list[int] = []
 

@@ -17,8 +17,8 @@ def machine(
     *,
     devices: tuple[str, ...] = ("cpu",),
     nodes: Sequence[str] = (),
-    up_bps: int = 1,
-    down_bps: int = 1,
+    up_bps: int = 10**9,
+    down_bps: int = 10**9,
     **options: Any,
 ) -> Machine:
     """That of a peer whose line is not measured; it begins with the nodes at these addresses."""

@@ -12,8 +12,10 @@ import dataclasses
 import itertools
 import math
 import random
+import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from protocol.codec import formats, sparse
 from protocol.planning import budget, memory, partition
@@ -27,13 +29,42 @@ from tests.support import tiny
 Ranges = tuple[tuple[int, int], ...]
 CARRIED = 0.9
 """Of a link's rate."""
+APPLY = 40e-9
+"""Seconds for each entry of a payload."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """A replica. rate: tokens per second while it trains; share: of a round in which it would without others; each:
+    share of a round that another replica's payload takes; free: what may be taken without loss."""
+
+    rate: float
+    share: float = 0.0
+    each: float = 0.0
+    free: float = 0.0
+
+    def beside(self, others: int) -> float:
+        """Tokens per second that it brings into commits beside so many other replicas."""
+        return self.rate * (self.share - max(0.0, others * self.each - self.free))
 
 
 def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges) -> float:
-    """Tokens per second that this replica brings into commits; all its members' speeds and links are known."""
+    """Tokens per second that this replica brings into commits if there is no other; all its members' speeds and links
+    are known."""
+    return alone(manifest, members, ranges, math.inf).beside(0)
+
+
+def mean_uplink(candidates: Sequence[Candidate]) -> float:
+    """Bits a second, none counted for more than eight medians."""
+    most = 8 * statistics.median(c.up_bps for c in candidates)
+    return statistics.mean(min(c.up_bps, most) for c in candidates)
+
+
+def alone(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, uplink: float) -> Alone:
+    """A replica whose members fetch others' payloads from homes of so many bits a second."""
     train, model = manifest.train, manifest.model
     if not all(has_room(manifest, c, a, b) for c, (a, b) in zip(members, ranges, strict=True)):
-        return 0.0
+        return Alone(0.0)
     tokens, last = train.rows * train.sequence, len(members) - 1
     stages = [seconds(manifest, c, a, b) for c, (a, b) in zip(members, ranges, strict=True)]
     width = model.residual_width or model.d_model
@@ -57,21 +88,23 @@ def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges) -> f
         _step(train.micro_batches, times, wires, ways, windows)
         for times, windows in _manners(manifest, members, ranges, stages, wires, ways)
     )
-    codec = manifest.outer.codec
-    offer = max(
-        8
-        * sum(
-            sparse.max_payload_size(codec, layout.shapes(model, shard)) for shard in memory.stage_shards(manifest, a, b)
-        )
-        / (CARRIED * c.up_bps)
-        for c, (a, b) in zip(members, ranges, strict=True)
-    )
-    length = manifest.timing.training_seconds
-    share = min(1.0, length / offer) if manifest.outer.overlap else length / (length + offer + 20 * longest)
+    codec, length = manifest.outer.codec, manifest.timing.training_seconds
+    offer = fetch = apply = 0.0
+    for c, (a, b) in zip(members, ranges, strict=True):
+        shards = [layout.shapes(model, shard) for shard in memory.stage_shards(manifest, a, b)]
+        bits = 8 * sum(sparse.max_payload_size(codec, shapes) for shapes in shards)
+        offer = max(offer, bits / (CARRIED * c.up_bps))
+        fetch = max(fetch, bits / (CARRIED * min(c.down_bps, uplink)))
+        apply = max(apply, APPLY * sum(sparse.entries(codec, shapes) for shapes in shards))
     if any(x.peer in y.apart or y.peer in x.apart for x, y in itertools.pairwise(members)):
-        return 0.0
+        return Alone(0.0)
     there_at_all = math.prod(c.presence for c in members)
-    return train.micro_batches * tokens / step * share * there_at_all
+    return Alone(
+        rate=train.micro_batches * tokens / step * there_at_all,
+        share=min(1.0, length / offer) if manifest.outer.overlap else length / (length + offer + 20 * longest),
+        each=(fetch + apply) / length,
+        free=max(0.0, 1 - offer / length) if manifest.outer.overlap else 0.0,
+    )
 
 
 def has_room(manifest: Manifest, c: Candidate, a: int, b: int) -> bool:
@@ -142,15 +175,16 @@ def _step(micro_batches: int, stages: list[float], wires: list[float], ways: lis
 
 def total(manifest: Manifest, candidates: Sequence[Candidate], replicas: Sequence[Arranged]) -> float:
     """What arranged replicas (members, ranges) are worth together."""
-    by_name = {c.peer: c for c in candidates}
-    return sum(worth(manifest, [by_name[p] for p in r.members], r.ranges) for r in replicas)
+    by_name, uplink = {c.peer: c for c in candidates}, mean_uplink(candidates)
+    found = [alone(manifest, [by_name[p] for p in r.members], r.ranges, uplink) for r in replicas]
+    return sum(one.beside(len(found) - 1) for one in found)
 
 
 def optimum(manifest: Manifest, candidates: Sequence[Candidate]) -> float:
-    """The most tokens per second that any arrangement of at most a few peers brings: every set, order and cut is
-    tried."""
-    layers, count = manifest.model.n_layers, len(candidates)
-    best_of = [0.0] * (1 << count)
+    """The most tokens per second that any arrangement of at most a few peers brings: every set, order, cut and number
+    of replicas is tried."""
+    layers, count, uplink = manifest.model.n_layers, len(candidates), mean_uplink(candidates)
+    best_of = [[0.0] * (1 << count) for _ in range(count)]  # beside so many others
     for bits in range(1, 1 << count):
         members = [c for i, c in enumerate(candidates) if bits >> i & 1]
         if len(members) > layers:
@@ -159,15 +193,24 @@ def optimum(manifest: Manifest, candidates: Sequence[Candidate]) -> float:
             tuple(itertools.pairwise((0, *cut, layers)))
             for cut in itertools.combinations(range(1, layers), len(members) - 1)
         ]
-        best_of[bits] = max(
-            worth(manifest, order, ranges) for order in itertools.permutations(members) for ranges in cuts
-        )
-    best = [0.0] * (1 << count)
-    for bits in range(1, 1 << count):
-        part = bits
-        while part:
-            best[bits] = max(best[bits], best_of[part] + best[bits ^ part])
-            part = (part - 1) & bits
+        found = [alone(manifest, order, ranges, uplink) for order in itertools.permutations(members) for ranges in cuts]
+        for others in range(count):
+            best_of[others][bits] = max(one.beside(others) for one in found)
+    return max(_best_of_so_many(best_of[number - 1], number) for number in range(1, count + 1))
+
+
+def _best_of_so_many(best_of: Sequence[float], number: int) -> float:
+    """The best of so many replicas, where each set of members brings so much."""
+    best = [0.0] * len(best_of)
+    for _ in range(number):
+        more = [0.0] * len(best_of)
+        for bits in range(1, len(best_of)):
+            part = bits
+            while part:
+                if best_of[part] > 0:
+                    more[bits] = max(more[bits], best_of[part] + best[bits ^ part])
+                part = (part - 1) & bits
+        best = more
     return best[-1]
 
 
@@ -338,13 +381,18 @@ def climbed(
 ) -> float:
     """Tokens per second after `seconds` of CPU of a local search: random moves, exchanges, additions and removals
     of members, new orders and cuts, and what is not worse stays."""
-    by_name = {c.peer: c for c in candidates}
+    by_name, uplink = {c.peer: c for c in candidates}, mean_uplink(candidates)
     groups = [
-        ([by_name[p] for p in r.members], worth(manifest, [by_name[p] for p in r.members], r.ranges)) for r in start
+        ([by_name[p] for p in r.members], alone(manifest, [by_name[p] for p in r.members], r.ranges, uplink))
+        for r in start
     ]
     free = [c for c in candidates if not any(c.peer in r.members for r in start)]
-    groups.append((free, 0.0))
-    end = time.process_time() + seconds
+    groups.append((free, Alone(0.0)))
+
+    def together() -> float:
+        return sum(one.beside(sum(bool(g) for g, _ in groups[:-1]) - 1) for _, one in groups)
+
+    end, best = time.process_time() + seconds, together()
     while time.process_time() < end:
         a, b = rng.sample(range(len(groups)), 2)
         one, other = list(groups[a][0]), list(groups[b][0])
@@ -355,18 +403,22 @@ def climbed(
         if kind >= 0.5:
             one.insert(rng.randint(0, len(one)), other.pop(rng.randrange(len(other))))
         other.insert(rng.randint(0, len(other)), x)
-        rates = [0.0 if i == len(groups) - 1 else _rate(manifest, g) for i, g in ((a, one), (b, other))]
-        if sum(rates) >= groups[a][1] + groups[b][1]:
-            groups[a], groups[b] = (one, rates[0]), (other, rates[1])
-            if groups[-1][0] and rng.random() < 0.05:
-                groups.insert(0, ([], 0.0))  # room for another replica
+        before = groups[a], groups[b]
+        for i, g in ((a, one), (b, other)):
+            groups[i] = g, Alone(0.0) if i == len(groups) - 1 else _rate(manifest, g, uplink)
+        if (found := together()) < best:
+            groups[a], groups[b] = before
+            continue
+        best = found
+        if groups[-1][0] and rng.random() < 0.05:
+            groups.insert(0, ([], Alone(0.0)))  # room for another replica
         groups = [g for g in groups[:-1] if g[0] or g is groups[0]] + groups[-1:]
-    return sum(rate for _, rate in groups)
+    return best
 
 
-def _rate(manifest: Manifest, members: list[Candidate]) -> float:
+def _rate(manifest: Manifest, members: list[Candidate], uplink: float) -> Alone:
     """Of members in this order, cut so that the slowest stage is as quick as can be."""
     if not members or len(members) > manifest.model.n_layers:
-        return 0.0
+        return Alone(0.0)
     ranges = partition.split(manifest, [c.budget for c in members], [c.speed_flops for c in members])
-    return 0.0 if ranges is None else worth(manifest, members, ranges)
+    return Alone(0.0) if ranges is None else alone(manifest, members, ranges, uplink)

@@ -21,7 +21,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
 from peer.net.base import Closed, Stream, Timeout, Transport, Unreachable, answer, cancel, now, until, wait_for_event
-from peer.net.blobs.holders import Absent, Corrupt, Holders, Speed, rank
+from peer.net.blobs.holders import OVERDUE_SECONDS, PATIENCE, WAIT_SECONDS, Absent, Corrupt, Holders, Speed, rank
 from peer.net.blobs.store import LEAVES, BlobStore, Part, Place
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError
@@ -34,9 +34,11 @@ PLACES = 64
 OF_AN_OWNER = 16
 """Places that one owner has at most."""
 STALLED_SECONDS = 3.0
-"""After so long without a byte a fetch gives way."""
+"""After so long without a byte another fetch begins beside it: it may wait for its turn on a busy line."""
+STALLED_PLACES = 64
+"""So many more run at a time for that reason."""
 TURN_SECONDS = 30.0
-"""After so long any does."""
+"""After so long a fetch gives way to others."""
 LOOK_SECONDS = 1.0
 
 
@@ -49,14 +51,17 @@ class _Turn:
     progress: Callable[[], int]
     came: int
     moved: float
+    stalled: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Gate:
-    """`places` in all, `of_an_owner` at most for each."""
+    """`places` in all for fetches that move, and `stalled_places` beside them; `of_an_owner` at most for each."""
 
-    def __init__(self, places: int = PLACES, of_an_owner: int = OF_AN_OWNER) -> None:
-        self._places = places
+    def __init__(
+        self, places: int = PLACES, of_an_owner: int = OF_AN_OWNER, stalled_places: int = STALLED_PLACES
+    ) -> None:
+        self._places, self._stalled_places = places, stalled_places
         self._of_an_owner = of_an_owner
         self._turns: set[_Turn] = set()
         self._of: Counter[str] = Counter()
@@ -86,7 +91,7 @@ class Gate:
                 return done.result()
 
     async def _enter(self, owner: str) -> None:
-        if self._of.total() < self._places and self._of[owner] < self._of_an_owner and owner not in self._waiting:
+        if self._has_place() and self._of[owner] < self._of_an_owner and owner not in self._waiting:
             self._of[owner] += 1
             return
         place = asyncio.get_running_loop().create_future()
@@ -102,6 +107,10 @@ class Gate:
                 self._forget(owner, place)
             raise
 
+    def _has_place(self) -> bool:
+        stalled = sum(turn.stalled for turn in self._turns)
+        return self._of.total() < self._places + min(stalled, self._stalled_places)
+
     def _forget(self, owner: str, place: asyncio.Future[None]) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._waiting[owner].remove(place)
@@ -116,7 +125,7 @@ class Gate:
 
     def _grant(self) -> None:
         """Gives free places to the owners with the fewest, in turn."""
-        while self._of.total() < self._places:
+        while self._has_place():
             may = [owner for owner in self._waiting if self._of[owner] < self._of_an_owner]
             if not may:
                 return
@@ -130,7 +139,7 @@ class Gate:
                 place.set_result(None)
 
     async def _look(self) -> None:
-        """While owners wait: ends turns that stall or were long."""
+        """While owners wait: looks which turns stall, and ends those that were long."""
         while self._waiting:
             await asyncio.sleep(LOOK_SECONDS)
             now = asyncio.get_running_loop().time()
@@ -139,10 +148,10 @@ class Gate:
                 came = turn.progress()
                 if came != turn.came:
                     turn.came, turn.moved = came, now
-                if now - turn.moved >= STALLED_SECONDS:
-                    turn.over.set()
-                elif now - turn.began >= TURN_SECONDS:
+                turn.stalled = now - turn.moved >= STALLED_SECONDS
+                if now - turn.began >= TURN_SECONDS:
                     long.append(turn)
+            self._grant()
             long.sort(key=lambda turn: (-self._of[turn.owner], turn.began))
             for turn in long[: len(self._waiting)]:
                 turn.over.set()
@@ -157,11 +166,6 @@ class Gate:
 MAX_IDLE_STREAMS = 128
 """To all peers together; the one that was used longest ago is closed first."""
 IDLE_SECONDS = 240.0
-OVERDUE_SECONDS = 2.0
-"""After this, plus four times its expected time, a range is also asked of an idle holder; and another holder is asked
-besides one that has not begun to send."""
-WAIT_SECONDS = 30.0
-"""Longest time that a holder may let us wait for a blob that it is still fetching."""
 MAX_HOLDERS = 4
 BYTES_PER_HOLDER = 1 << 20
 MAX_ANSWER_BYTES = 4096
@@ -241,13 +245,14 @@ class Asked:
 
     peer: str
     since: float  # when, in steady seconds
+    patience: float = OVERDUE_SECONDS  # seconds within which holders usually answer
     mine: deque[int] = field(default_factory=deque)  # the ranges it was asked for and has not sent
     answered: bool = False  # whether it has said anything
     gives: bool = False  # whether it has the blob, so that the blob is on its way to us
 
     def is_late(self, now: float) -> bool:
         """Returns whether another holder is asked besides."""
-        return not self.gives and now >= self.since + OVERDUE_SECONDS
+        return not self.gives and now >= self.since + self.patience
 
     def is_silent(self, now: float) -> bool:
         """Returns whether nothing more can be expected of it."""
@@ -255,12 +260,12 @@ class Asked:
 
     def changes_in(self, now: float) -> float:
         """Seconds until it counts as late or silent; infinite if that does not change."""
-        at = [] if self.gives else [self.since + OVERDUE_SECONDS, self._silent_at]
+        at = [] if self.gives else [self.since + self.patience, self._silent_at]
         return min((time - now for time in at if time > now), default=math.inf)
 
     @property
     def _silent_at(self) -> float:
-        return self.since + (WAIT_SECONDS if self.answered else OVERDUE_SECONDS)
+        return self.since + (WAIT_SECONDS if self.answered else self.patience)
 
 
 @dataclass(slots=True)
@@ -342,7 +347,7 @@ class Job:
         if mine or not self.asked:
             return None
         index, since = min(self.asked.items(), key=lambda item: item[1])
-        late = now() - since - 4 * speed.expected(blob_hash.RANGE_BYTES)
+        late = now() - since - PATIENCE * speed.expected(blob_hash.RANGE_BYTES)
         return index if late > OVERDUE_SECONDS else None
 
     def ask(self, mine: deque[int], index: int) -> None:
@@ -538,7 +543,7 @@ class Fetcher:
                         break
                     if peer in known_to or self.holders.is_avoided(peer):
                         continue
-                    holder = Asked(peer, time, answered=again)
+                    holder = Asked(peer, time, self.holders.patience(), answered=again)
                     known_to.add(peer)
                     workers[asyncio.create_task(self._work(job, holder, known_to is insisted))] = holder
                 if not workers:
@@ -684,8 +689,11 @@ class Fetcher:
             kept = self._idle.take(peer)
             stream = kept or await self.transport.open(peer, endpoints.BLOB, timeout=self.timeout)
             try:
+                began = now()
                 await stream.send(ask)
-                return stream, await self._answer(stream, MAX_ANSWER_BYTES)
+                reply = await self._answer(stream, MAX_ANSWER_BYTES)
+                self.holders.replied(now() - began)
+                return stream, reply
             except BaseException as error:
                 await stream.close()
                 if kept is None or not isinstance(error, Closed):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,13 @@ DEPTH = (2, 64)
 """Least and most ranges that are asked of one holder ahead of time."""
 SLACK_RANGES = 8
 """Asked for beyond what the link holds, as a busy holder answers later than it did at first."""
+OVERDUE_SECONDS = 2.0
+"""After this, plus PATIENCE times its expected time, a range is also asked of an idle holder; and, plus PATIENCE times
+the time in which most holders answer, another holder besides one that has not begun to send."""
+PATIENCE = 4
+"""Everybody's lines are busy after a round: whoever asked others as soon as then would have all of it sent twice."""
+WAIT_SECONDS = 30.0
+"""Longest time that a holder may let us wait for a blob that it is still fetching."""
 NEW_SHARE = 0.2
 AVOID_SECONDS = 600.0
 REST_SECONDS = 30.0
@@ -25,6 +33,8 @@ REST_SECONDS = 30.0
 MAX_REST_SECONDS = 480.0
 """The same, at most, for one that breaks its promises repeatedly."""
 MAX_MEASURED = 512
+LATELY = 16
+"""Answers that count as the newest."""
 
 
 class Corrupt(RemoteError):
@@ -73,6 +83,7 @@ class Holders:
     def __init__(self, warn: Callable[[str], None] = lambda text: None) -> None:
         self._warn = warn
         self._speeds = LruDict[str, Speed](MAX_MEASURED)
+        self._replies = deque[float](maxlen=LATELY)
         self._avoided = Cooldown(AVOID_SECONDS)
         self._silent = Cooldown(REST_SECONDS)
         self._broken = Cooldown(REST_SECONDS, MAX_REST_SECONDS, MAX_MEASURED)
@@ -92,6 +103,15 @@ class Holders:
         """Returns the measurements of `peer`, to be continued."""
         self._speeds[peer] = speed = self._speeds.get(peer) or Speed()
         return speed
+
+    def replied(self, seconds: float) -> None:
+        """Adds the seconds from asking any holder for a blob until it said whether it is there."""
+        self._replies.append(seconds)
+
+    def patience(self) -> float:
+        """Returns the seconds after which a holder that has not answered is late: most answered sooner lately."""
+        usual = statistics.median_low(self._replies) if self._replies else 0.0
+        return min(WAIT_SECONDS, OVERDUE_SECONDS + PATIENCE * usual)
 
     def is_last(self, peer: str) -> bool:
         """Returns whether it is asked after the others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
 
@@ -54,6 +55,31 @@ async def test_promises_give_way_to_whoever_waits() -> None:
     await asyncio.gather(*liars, return_exceptions=True)
     assert fetches.gate.waiting == 0
     await fetches.start("honest", "another", 1.0)
+
+
+async def test_who_waits_for_its_turn_on_a_busy_line_is_not_begun_again() -> None:
+    """Forty small blobs of ten owners, one after the other, each in half a second: none shows anything until it is
+    there."""
+    gate, line, begun = Gate(places=8, of_an_owner=4), asyncio.Lock(), Counter[int]()
+    most = 0
+
+    async def fetch(number: int) -> None:
+        async def work() -> None:
+            nonlocal most
+            begun[number] += 1
+            most = max(most, sum(begun.values()) - done)
+            async with line:
+                await asyncio.sleep(0.5)
+
+        nonlocal done
+        await gate.run(f"owner {number % 10}", work, lambda: 0)
+        done += 1
+
+    done, began = 0, now()
+    await asyncio.gather(*map(fetch, range(40)))
+    assert set(begun.values()) == {1}
+    assert now() - began == pytest.approx(20.0)
+    assert 8 < most <= 40, "others begin beside them"
 
 
 async def test_one_owner_never_has_all_places() -> None:

@@ -174,3 +174,21 @@ async def test_who_was_silent_is_asked_last_until_it_answers_or_some_time_is_ove
         await asked(4, "mover")
     assert await asked(5, "mover", "holder") == ["mover"], "it is back"
     await network.aclose()
+
+
+async def test_whose_answers_take_long_as_usual_is_not_late(tmp_path: Path) -> None:
+    """Everybody's line is busy after a round: whoever asked others, too, would have all of it sent twice."""
+    network, blobs = Network(tmp_path), [b"first", b"second"]
+    names = [BlobStore(tmp_path / "sender").put(data) for data in blobs]
+
+    async def slow(stream: Stream, request: dict[str, Any]) -> None:
+        await asyncio.sleep(2 * OVERDUE_SECONDS)
+        await gives(blobs[names.index(request["blob"])])(stream, request)
+
+    await network.join("busy", slow)
+    await network.join("other", gives(blobs[1]))
+    await network.fetcher.fetch(names[0], len(blobs[0]), ["busy"])
+    await asyncio.sleep(REST_SECONDS)
+    await network.fetcher.fetch(names[1], len(blobs[1]), ["busy", "other"])
+    assert network.asked == [("busy", False), ("busy", False)]
+    await network.aclose()

@@ -18,7 +18,7 @@ from peer.net.memory import MemoryNetwork
 from protocol.errors import RemoteError
 from protocol.planning import memory
 from protocol.planning.arrange import arrange
-from protocol.planning.objective import PUNCH_SUCCESS, RELAY_DETOUR, Swarm, padded
+from protocol.planning.objective import OWN, PUNCH_SUCCESS, RELAY_DETOUR, Swarm, padded
 from protocol.planning.partition import Candidate, candidate
 from protocol.wire.announcement import MOST_APART, Announcement
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
@@ -185,9 +185,9 @@ def test_private_neighbours_cost_a_detour_and_share_what_relays_pass_on() -> Non
     assert there == pytest.approx(np.full((1, 2), 3.0)), "six private peers: three pairs share 3 Mb/s"
     assert back == pytest.approx(there)
     blocks = np.array([[2, 2, 1]])
-    rate = {relay: Swarm(manifest, peers, relay).rates(row, blocks)[0][0] for relay in (0.0, 1e4, 1e12)}
+    rate = {relay: Swarm(manifest, peers, relay).terms(row, blocks)[0][0, OWN] for relay in (0.0, 1e4, 1e12)}
     assert rate[1e4] < rate[1e12]
-    direct = Swarm(manifest, open_peers).rates(row, blocks)[0][0]
+    direct = Swarm(manifest, open_peers).terms(row, blocks)[0][0, OWN]
     assert rate[0.0] == pytest.approx(PUNCH_SUCCESS**2 * direct), "without relays a hole has to be punched"
 
 

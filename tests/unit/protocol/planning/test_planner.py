@@ -29,6 +29,7 @@ NARROW = tiny.manifest(
 )
 FULL, THIRD, LEAST = tiny.full_memory(M), tiny.third_memory(M), budget.smallest_stage(M)[0]
 LAYERS = tiny.LAYERS
+MBPS = 10**6
 
 
 def _candidates(*memory: int, up: int = 10**7) -> list[Candidate]:
@@ -75,7 +76,7 @@ def test_no_replica_no_plan(memory: tuple[int, ...]) -> None:
 
 def test_neighbours_by_uplink_make_a_chain() -> None:
     links = (1, 9, 2, 8, 3, 7)
-    candidates = [Candidate(peer=f"p{i}", memory_bytes=THIRD, up_bps=up) for i, up in enumerate(links)]
+    candidates = [Candidate(peer=f"p{i}", memory_bytes=THIRD, up_bps=up * MBPS) for i, up in enumerate(links)]
     plan = _plan(candidates)
     assert [set(r.peers) for r in plan.replicas] == [{"p1", "p3", "p5"}, {"p4", "p2", "p0"}]
 
@@ -105,7 +106,8 @@ def test_a_peer_too_small_for_any_stage_does_not_stand_between_others() -> None:
     links = (5, 4, 3, 2, 1)
     memory = (THIRD, LEAST - 1, THIRD, LEAST - 1, THIRD)
     candidates = [
-        Candidate(peer=f"p{i}", memory_bytes=m, up_bps=u) for i, (m, u) in enumerate(zip(memory, links, strict=True))
+        Candidate(peer=f"p{i}", memory_bytes=m, up_bps=u * MBPS)
+        for i, (m, u) in enumerate(zip(memory, links, strict=True))
     ]
     plan = _plan(candidates)
     assert set(plan.replicas[0].peers) == {"p0", "p2", "p4"}
@@ -120,7 +122,8 @@ def test_every_plan_is_sound_and_independent_of_the_order_of_the_announcements(
     memory: list[int], links: list[int]
 ) -> None:
     candidates = [
-        Candidate(peer=f"p{i}", memory_bytes=m, up_bps=u) for i, (m, u) in enumerate(zip(memory, links, strict=False))
+        Candidate(peer=f"p{i}", memory_bytes=m, up_bps=u * MBPS)
+        for i, (m, u) in enumerate(zip(memory, links, strict=False))
     ]
     plan = _plan(candidates)
     assert _plan(candidates[::-1]) == plan
@@ -339,7 +342,7 @@ def test_as_many_chains_as_their_ends_allow() -> None:
     assert last > rest
     assert partition.split(M, tiny.rooms([last, rest, rest])) is None
     memories = [last, rest, rest] * 3
-    candidates = [Candidate(peer=f"p{i}", memory_bytes=x, up_bps=100 - i // 3) for i, x in enumerate(memories)]
+    candidates = [Candidate(peer=f"p{i}", memory_bytes=x, up_bps=(100 - i // 3) * MBPS) for i, x in enumerate(memories)]
     plan = _plan(candidates)
     assert sorted(len(r.peers) for r in plan.replicas) == [3, 3, 3]
     assert {int(r.peers[-1][1:]) % 3 for r in plan.replicas} == {0}
