@@ -56,6 +56,8 @@ class Folder:
     def __init__(self, folder: Path, note: Callable[[str], None] = lambda text: None) -> None:
         self.name = str(folder / logfile.LOG)
         self._folder, self._note = folder, note
+        self._torn = -1
+        """Where the record begins of which a note was made."""
         if not (folder / logfile.LOG).is_file():
             raise UsageError(f"directory {folder}: has no log; give the folder (--dir) of a bootstrap node, or RUN")
 
@@ -68,7 +70,8 @@ class Folder:
                 for at, raw in logfile.records(file, path):
                     end = logfile.end_of(at, raw)
                     yield raw
-                if end < size:
+                if end < size and end != self._torn:
+                    self._torn = end
                     self._note(
                         f"after byte {end} there is a record that is not whole: a crash cut it off, or it is being"
                         " written"
