@@ -278,7 +278,7 @@ BUGS: dict[str, Bug] = {
             (JUDGING, "if statistics.median(at_rank) < SURE_DEVIATIONS * deviation:", "if not at_rank:"),
         ),
         ("P8",),
-        first=18,
+        first=52,
         options=("--colluders",),
     ),
 }

@@ -67,6 +67,8 @@ class Line(MemoryTransport):
         if name in self._refused:
             raise Unreachable(peer, "the line is cut; it is tried again")
         self._opened.append((name, stream := await super().open(peer, name, timeout=timeout)))
+        if name in self._refused:  # since it was begun
+            stream.abort()
         return stream
 
 
@@ -110,6 +112,11 @@ def is_whole(archive: Archive) -> bool:
     """Whether an archive has the states that are kept, and all payloads since the older one."""
     later = [payloads(archive, round) for round in range(archive.states.begin + 1, len(archive.commits))]
     return not any(map(archive.lacks, archive.states.kept)) and set().union(*later) <= set(archive.blobs)
+
+
+def makers(swarm: Swarm, after: int) -> set[str]:
+    """The peers whose work was committed after this round."""
+    return {share.peer for commit in swarm.archive.commits[after + 1 :] for share in commit.shares}
 
 
 async def forever(peer: str, round: int) -> None:
@@ -203,7 +210,7 @@ async def test_a_peer_whose_payloads_are_gone_while_it_waits_for_them_takes_a_ne
         line.refuse()
         goes_on.set()
         head = swarm.head
-        await swarm.until(lambda: any(c.tokens_of(victim.id) for c in swarm.archive.commits[head + 1 :]))
+        await swarm.until(lambda: victim.id in makers(swarm, head))
         assert not any("other bits" in text for peer in swarm.peers.values() for text in peer.texts())
 
 
@@ -221,7 +228,7 @@ async def test_without_a_peers_state_one_of_the_archive_leads_in_and_an_auditor_
         await swarm.until(lambda: bool(newcomer.rounds and newcomer.rounds.outer.theta))
         assert set(newcomer.bases.values()) <= set(swarm.archive.states.kept)
         head = swarm.head
-        await swarm.until(lambda: any(c.tokens_of(newcomer.id) for c in swarm.archive.commits[head + 1 :]))
+        await swarm.until(lambda: newcomer.id in makers(swarm, head))
         assert not [e for e in newcomer.events if e.kind == "shard_rebuilt"]
 
 
