@@ -1,6 +1,6 @@
 """Makes the states that a bootstrap node's archive keeps (protocol/ledger/retention.py).
 
-A node computes a state from the one before and the payloads since, shard by shard, and believes nobody: it is stored if
+A node computes a state from the one before and the payloads since, shard by shard, and trusts no other: it is stored if
 it has the digests of the log, and until then the archive keeps all that it is made of. A node that was away while the
 others removed those payloads takes the older state from them, by its digests.
 """

@@ -139,7 +139,7 @@ def audit(options: DemoOptions, manifest: Manifest, tally: Tally, seconds: float
     text = inference.continuation(whole.stage, TextEncoder(tokenizer).ids(PROMPT), manifest.train.sequence, dice)
     ids = list(itertools.islice(text, 60))
     to_bits = 1 / (math.log(2) * corpus.index.bytes_per_token)
-    tokens = sum(c.tokens for commit in tally.commits.values() for c in commit.contributions)
+    tokens = sum(commit.tokens for commit in tally.commits.values())
     first_stages = [b for n, b in tally.boundary.items() if n.endswith("-0") and b[0]]
     last_stages = [b for b in tally.boundary.values() if b[1]]
     return {

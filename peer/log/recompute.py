@@ -145,7 +145,7 @@ class Recomputer:
         for each in range(after + 1, round + 1):
             if left < 0:
                 break
-            left -= PAYLOAD_WORK * portion * sum(share.size for share in self._commits[each].shares)
+            left -= PAYLOAD_WORK * portion * self._commits[each].payload_bytes
         return left >= 0
 
     def _begin(self, shard: str, after: int) -> tuple[int, list[NDArray[np.float32]]]:

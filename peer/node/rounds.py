@@ -433,7 +433,7 @@ class Rounds:
             scratch = None if self.evaluator.reads else self._scratch
         found = {shard: payloads.by_shard[shard] for shard in held}
         await self._timed("apply", self._work(lambda: self.outer.apply_all(found, scratch)))
-        self._replayed_bytes += sum(share.size for share in commit.shares)
+        self._replayed_bytes += commit.payload_bytes
         await self._rebuild(rebuild, commit.round)
         await self._work(lambda: self.exchange.settle(commit, self._needed(commit.round)))
         self._report_round(commit, self._clock.steady() - began)

@@ -221,7 +221,7 @@ class Recovery:
         found = [Base(self.replay_bytes(shard, 0, round), 0, "", None)]
         own, store = self.storage.states(), self.storage.blobs
         offered = {r for r, name in holders if name == shard}
-        # who believes no other peer goes on from where the archives begin
+        # an auditor, which trusts no other peer, goes on from where the archives begin
         kept = self.archived if self.exchange.fetches_states else self.archived[:1]
         near = range(round - NEAR_ROUNDS, round + 1)
         for r in sorted(r for r in {*own, *offered, *kept, *near} if 0 < r <= round):

@@ -603,7 +603,7 @@ class RunView:
                 round=commit.round,
                 time=when,
                 seconds=when - before.time if before is not None and follows else None,
-                tokens=sum(c.tokens for c in commit.contributions),
+                tokens=commit.tokens,
                 loss=commit.loss,
                 replicas=len(commit.contributions),
                 bytes=sum(c.size for c in commit.contributions),

@@ -268,7 +268,7 @@ class Commits(Mapping[int, Commit]):
             raise KeyError(round)
         self._kept.append(commit)
         self._packed.append(framing.pack_message(packed(commit)))
-        self._bytes.append(self._bytes[-1] + sum(share.size for share in commit.shares))
+        self._bytes.append(self._bytes[-1] + commit.payload_bytes)
 
     def head_of(self, round: int) -> CommitHead:
         """The first fields of a commit, which is not unpacked. Raises KeyError."""

@@ -37,8 +37,8 @@ LOOK_SECONDS = 60.0
 AHEAD = 2
 """Payloads are fetched for so many rounds after the one that is applied."""
 STATE_COST = 8
-"""A state is archived when the payloads since the one before have so many times its bytes: more than a peer replays
-from its own checkpoint."""
+"""Bytes of payloads from one archived state to the next, in multiples of a state's: more than a peer replays from its
+own checkpoint."""
 STATE_ROUNDS = 8
 """The fewest rounds from one archived state to the next."""
 PRUNED_ROUNDS = 8
@@ -170,7 +170,7 @@ class StateRounds:
 
     def follow(self, commit: Commit) -> None:
         """Takes the next commit."""
-        self.follow_packed(sum(share.size for share in commit.shares), lambda: commit)
+        self.follow_packed(commit.payload_bytes, lambda: commit)
 
     def follow_packed(self, payload_bytes: int, commit: Callable[[], Commit]) -> None:
         """Takes the next commit, of whose payloads the bytes are known; `commit` gives it, and is seldom called."""

@@ -479,7 +479,7 @@ class Member:
         if plan is None or replica is None or replica.peers != (self.peer,) or not ready or plan.round != seat.round:
             return []  # if there is a seat for us, we are told again
         self._order, self._attempted = self._order_of(plan.seated(replica), replica.number), plan.round
-        sizes = [sum(share.size for share in c.shares) for c in self.commits[self.applied].contributions]
+        sizes = [c.size for c in self.commits[self.applied].contributions]
         left = self.deadline.left_of(now, seat.seconds, max(sizes, default=0))
         return self.position.step(TakeSeat, Phase.TRAINING, [self._order, ev.EndIn(plan.round, left)])
 

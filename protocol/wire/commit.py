@@ -183,6 +183,11 @@ class Commit:
         return tuple(share for c in self.contributions for share in c.shares)
 
     @property
+    def payload_bytes(self) -> int:
+        """Bytes of all payloads."""
+        return sum(c.size for c in self.contributions)
+
+    @property
     def tokens(self) -> int:
         """Trained tokens of all contributions."""
         return sum(c.tokens for c in self.contributions)

@@ -34,9 +34,9 @@ PLACES = 64
 OF_AN_OWNER = 16
 """Places that one owner has at most."""
 STALLED_SECONDS = 3.0
-"""After so long without a byte another fetch begins beside it: it may wait for its turn on a busy line."""
+"""After this time without a byte, which may be a wait for a turn on a busy line, another fetch begins, too."""
 STALLED_PLACES = 64
-"""So many more run at a time for that reason."""
+"""Most fetches that run for that reason, in addition to PLACES."""
 TURN_SECONDS = 30.0
 """After so long a fetch gives way to others."""
 LOOK_SECONDS = 1.0
@@ -56,7 +56,7 @@ class _Turn:
 
 
 class Gate:
-    """`places` in all for fetches that move, and `stalled_places` beside them; `of_an_owner` at most for each."""
+    """`places` for fetches that move, and `stalled_places` in addition; `of_an_owner` at most for each owner."""
 
     def __init__(
         self, places: int = PLACES, of_an_owner: int = OF_AN_OWNER, stalled_places: int = STALLED_PLACES

@@ -23,7 +23,7 @@ OVERDUE_SECONDS = 2.0
 """After this, plus PATIENCE times its expected time, a range is also asked of an idle holder; and, plus PATIENCE times
 the time in which most holders answer, another holder besides one that has not begun to send."""
 PATIENCE = 4
-"""Everybody's lines are busy after a round: whoever asked others as soon as then would have all of it sent twice."""
+"""All lines are busy after a round: a peer that asked further holders sooner would have each blob sent twice."""
 WAIT_SECONDS = 30.0
 """Longest time that a holder may let us wait for a blob that it is still fetching."""
 NEW_SHARE = 0.2

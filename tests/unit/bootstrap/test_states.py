@@ -114,6 +114,12 @@ def is_whole(archive: Archive) -> bool:
     return not any(map(archive.lacks, archive.states.kept)) and set().union(*later) <= set(archive.blobs)
 
 
+def payloads_of(archive: Archive, network: MemoryNetwork | None = None) -> Payloads:
+    """Those of a node with this archive."""
+    transport = (network or MemoryNetwork()).transport(tiny.OPERATOR.peer_id)
+    return Payloads(transport, archive, Everybody(), lambda event: None, lambda event: None)  # type: ignore[arg-type]
+
+
 def makers(swarm: Swarm, after: int) -> set[str]:
     """The peers whose work was committed after this round."""
     return {share.peer for commit in swarm.archive.commits[after + 1 :] for share in commit.shares}
@@ -354,13 +360,7 @@ def rounds_in(archive: Archive) -> set[int]:
 async def test_nothing_is_removed_before_both_states_are_stored_and_what_is_named_again_stays(tmp_path: Path) -> None:
     archive = logged(tmp_path, 20)
     network = MemoryNetwork()
-    node = Payloads(
-        network.transport(tiny.OPERATOR.peer_id),
-        archive,
-        Everybody(),  # type: ignore[arg-type]
-        lambda event: None,
-        lambda event: None,
-    )
+    node = payloads_of(archive, network)
     assert archive.states.kept == (8, 16)
     newest = archive.commits[-1]
     store(archive, 8)
@@ -394,13 +394,7 @@ async def test_nothing_is_removed_before_both_states_are_stored_and_what_is_name
 
 async def test_an_archive_of_an_earlier_version_is_cleared_some_rounds_at_a_time(tmp_path: Path) -> None:
     archive = logged(tmp_path, 60)
-    node = Payloads(
-        MemoryNetwork().transport(tiny.OPERATOR.peer_id),
-        archive,
-        Everybody(),  # type: ignore[arg-type]
-        lambda event: None,
-        lambda event: None,
-    )
+    node = payloads_of(archive)
     begin, newest = archive.states.kept
     store(archive, begin), store(archive, newest)
     sizes = []
@@ -414,13 +408,7 @@ async def test_an_archive_of_an_earlier_version_is_cleared_some_rounds_at_a_time
 
 async def test_a_node_that_computes_other_bits_says_so_once_and_keeps_everything(tmp_path: Path) -> None:
     archive, said, asked = logged(tmp_path, 20), list[str](), list[tuple[str, int, int]]()
-    node = Payloads(
-        MemoryNetwork().transport(tiny.OPERATOR.peer_id),
-        archive,
-        Everybody(),  # type: ignore[arg-type]
-        lambda event: None,
-        lambda event: None,
-    )
+    node = payloads_of(archive)
 
     def computes(shard: str, after: int, round: int, is_over: Callable[[], bool]) -> bool:
         asked.append((shard, after, round))
