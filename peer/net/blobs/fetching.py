@@ -5,8 +5,8 @@ a fast holder carries more. A holder that sends a range with a wrong digest is n
 is asked last. The ranges are on disk (store.py), so an interrupted fetch resumes. A small blob comes as a whole, over a
 stream that is kept for the next one.
 
-A holder may itself be fetching the blob, and lets others wait for it. To avoid circles a peer waits for another only if
-that one surely leads to a holder, or comes after it in an order that differs from blob to blob.
+A holder may itself be fetching the blob, and lets others wait for it. To avoid circles a peer waits for another only
+while that one surely leads to a holder, or if it comes after it in an order that differs from blob to blob.
 """
 
 from __future__ import annotations
@@ -268,6 +268,20 @@ class Asked:
         return self.since + (WAIT_SECONDS if self.answered else self.patience)
 
 
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """A blob that is on its way here, for which another peer may wait.
+
+    fetch: done when it is here
+    is_sure: whether it surely leads to somebody who has it
+    lead: cancelled when it does not any more, and the other one should wait no longer; None: it does not depend on that
+    """
+
+    fetch: asyncio.Future[None]
+    is_sure: bool
+    lead: asyncio.Future[None] | None
+
+
 @dataclass(slots=True)
 class Job:
     """The fetch of one blob. For `place`, `check`, `streams` and `all_asked` see `Fetcher.fetch`.
@@ -275,6 +289,7 @@ class Job:
     todo: ranges that no holder was asked for; of a small blob the one piece that it comes in
     known: set when the digests of all ranges are known; never for a small blob
     changed: set now and then, when a waiting holder should look for ranges again
+    asking: holders that were asked and have not ended; done where one has it, cancelled where one will not give it
     reading: streams on which it comes, with the bytes received on each before
     """
 
@@ -290,7 +305,7 @@ class Job:
     todo: deque[int] = field(default_factory=lambda: deque([0]))
     asked: dict[int, float] = field(default_factory=dict)  # when the others were asked for
     data: bytes | None = None  # a small blob, once it is here
-    asking: set[str] = field(default_factory=set)  # the holders that were asked and have not ended
+    asking: dict[str, asyncio.Future[None]] = field(default_factory=dict)
     served: bool = False  # whether one of them has the blob
     named_by: dict[str, str] = field(default_factory=dict)  # peers that a holder surely named, with that holder
     waiting: deque[str] = field(default_factory=deque)  # holders that were not asked yet
@@ -408,17 +423,16 @@ class Fetcher:
         self._closing: set[asyncio.Task[list[str]]] = set()
         self._idle = IdleStreams()
 
-    def coming(self, name: str, peer: str, named_by: str) -> tuple[asyncio.Task[None], bool] | None:
-        """Returns the running fetch of a blob, if `peer`, sent here by the holder `named_by`, may wait for it.
-
-        Also returns whether the fetch surely leads to a holder (see the module's docstring).
-        """
+    def coming(self, name: str, peer: str, named_by: str) -> Coming | None:
+        """The running fetch of a blob, if `peer`, sent here by the holder `named_by`, may wait for it."""
         job = self._begun.get(name)
         if job is None:
             return None
-        sure = job.served or named_by in job.asking
-        ahead = rank(name, peer) < rank(name, self.transport.peer_id)
-        return (self._running[name], sure) if sure or ahead else None
+        lead = None if job.served else job.asking.get(named_by)
+        is_sure = job.served or (lead is not None and not lead.cancelled())
+        if rank(name, peer) < rank(name, self.transport.peer_id):
+            return Coming(self._running[name], is_sure, None)
+        return Coming(self._running[name], True, lead) if is_sure else None
 
     @property
     def running(self) -> tuple[str, ...]:
@@ -603,7 +617,7 @@ class Fetcher:
         what = f"blob {job.name[:12]}: peer {short_peer(peer)}"
         stream: Stream | None = None
         usable = False
-        job.asking.add(peer)
+        lead = job.asking.setdefault(peer, asyncio.get_running_loop().create_future())
         try:
             if self.reach is not None:
                 await self.reach(peer)
@@ -640,6 +654,8 @@ class Fetcher:
             if said.get("state") != "here":
                 raise Absent(peer, f"{what} does not have it; another is asked")
             job.served = holder.gives = True
+            if not lead.done():
+                lead.set_result(None)
             job.reading[stream] = stream.received
             self.holders.gave(peer)
             if leaves:
@@ -654,7 +670,8 @@ class Fetcher:
         except framing.FrameError as error:
             raise RemoteError(peer, f"{what}: {error}") from None
         finally:
-            job.asking.discard(peer)
+            job.asking.pop(peer, None)
+            lead.cancel()
             job.give_back(mine)
             job.over(stream)
             if stream is not None and usable:

@@ -30,7 +30,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 from peer.net.base import REQUEST_SECONDS, Closed, Ended, Stream, Timeout, Transport
-from peer.net.blobs.fetching import IDLE_SECONDS
+from peer.net.blobs.fetching import IDLE_SECONDS, Coming
 from peer.net.blobs.store import Blob, BlobStore, Place
 from peer.net.lru import LruDict
 from peer.net.uplink import Uplink
@@ -133,10 +133,6 @@ class ServingTimeouts:
 SERVING_TIMEOUTS = ServingTimeouts()
 
 
-Coming = tuple["asyncio.Future[None]", bool]
-"""A blob that is on its way here, and whether that surely leads to somebody who has it (fetching.py)."""
-
-
 class Text(Protocol):
     """Ranges of a corpus, and their digests."""
 
@@ -231,10 +227,10 @@ class BlobServer:
             now = asyncio.get_running_loop().time()
             ask = self._spreading.admit(name, size, peer, request.get("insist") is True, now)
             if ask is not None:
-                return await _say(stream, "busy", ask=ask, sure=blob is not None or (coming is not None and coming[1]))
+                return await _say(stream, "busy", ask=ask, sure=coming is None or coming.is_sure)
             sent = [0]
             try:
-                if coming is None or await self._arrives(stream, coming[0]):
+                if coming is None or await self._arrives(stream, coming):
                     await self._send(stream, name, size, self.store.find(name), request, sent)
                 else:
                     await _say(stream, "absent")
@@ -258,11 +254,11 @@ class BlobServer:
         ask = self._texts.admit(key, size, peer, insist, now)
         if ask is not None:
             if there := [other for other in ask if self._is_there(other)]:
-                return await _say(stream, "busy", ask=there, sure=coming is None or coming[1])
+                return await _say(stream, "busy", ask=there, sure=coming is None or coming.is_sure)
             self._texts.admit(key, size, peer, True, now)
         sent = 0
         try:
-            if coming is not None and await self._arrives(stream, coming[0]):
+            if coming is not None and await self._arrives(stream, coming):
                 data = await asyncio.to_thread(self._text.read, place)
             if not data:
                 return await _say(stream, "absent")
@@ -273,14 +269,18 @@ class BlobServer:
         finally:
             self._texts.done(key, size, peer, sent)
 
-    async def _arrives(self, stream: Stream, coming: asyncio.Future[None]) -> bool:
+    async def _arrives(self, stream: Stream, coming: Coming) -> bool:
         """Waits for a blob that is on its way here, and says so at once and now and then; whether it came."""
         end = asyncio.get_running_loop().time() + self.patience.wait
+        awaited = {coming.fetch, coming.lead or coming.fetch}
         while asyncio.get_running_loop().time() < end:
             await _say(stream, "wait")
-            done, _ = await asyncio.wait({coming}, timeout=self.patience.sign)
-            if done:
-                return not coming.cancelled() and coming.exception() is None
+            await asyncio.wait(awaited, timeout=self.patience.sign, return_when=asyncio.FIRST_COMPLETED)
+            if coming.fetch.done():
+                return not coming.fetch.cancelled() and coming.fetch.exception() is None
+            if coming.lead is not None and coming.lead.cancelled():
+                return False
+            awaited -= {coming.lead} if coming.lead is not None and coming.lead.done() else set()
         return False
 
     async def _send(

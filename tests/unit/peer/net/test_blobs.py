@@ -8,7 +8,7 @@ import itertools
 import os
 import random
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 
 from peer.net import p2p
 from peer.net.base import Closed, Handler, Stream, Transport, Unreachable
-from peer.net.blobs import Blob, BlobServer, BlobStore, Fetcher, fetch_named, fetching
+from peer.net.blobs import Blob, BlobServer, BlobStore, Coming, Fetcher, fetch_named, fetching
 from peer.net.blobs.holders import SLACK_RANGES, Holders, Speed
 from peer.net.blobs.serving import SERVING_TIMEOUTS, SPREAD_SECONDS, SpreadTracker
 from peer.net.disk import Disk, Piece
@@ -750,6 +750,40 @@ async def test_who_asks_in_a_circle_does_not_wait_in_vain(tmp_path: Path, size: 
                     nearer = [p.id for p in others[number + 1 :] + others[:number]]
                     group.create_task(peer.fetcher.fetch(name, size, [*nearer, sender.id]))
             assert sender.sent - before <= 3.2 * size + 2000, "one copy more than without the circle"
+
+
+@pytest.mark.virtual
+@pytest.mark.parametrize("is_silent", [False, True])
+async def test_who_is_sent_in_a_circle_by_a_liar_does_not_wait_in_vain(tmp_path: Path, is_silent: bool) -> None:
+    """It sends one to another that is asking it, too, and then that one back; or it says nothing more."""
+    async with swarm("memory", tmp_path, 3) as (liar, first, second):
+        for seed in range(8):  # either one comes first in the order of some
+            name, waits = blob_hash.name_of(noise(100, seed)), asyncio.Event()
+            asked = {first.id: asyncio.Event(), second.id: asyncio.Event()}
+
+            async def lie(stream: Stream, waits=waits, asked=asked) -> None:  # type: ignore[no-untyped-def]
+                other = second if stream.remote == first.id else first
+                await stream.recv()
+                asked[stream.remote].set()
+                await (asked[other.id] if other is second else waits).wait()
+                if is_silent and other is first:
+                    await asyncio.Event().wait()
+                await stream.send(framing.pack_message({"state": "busy", "ask": [other.id], "sure": True}))
+
+            def coming(name: str, peer: str, named_by: str, waits=waits) -> Coming | None:  # type: ignore[no-untyped-def]
+                waits.set()
+                return second.fetcher.coming(name, peer, named_by)
+
+            second.server.coming = coming
+            await liar.transport.serve(endpoints.BLOB, lie)
+            async with asyncio.timeout(0.9 * SERVING_TIMEOUTS.wait), asyncio.TaskGroup() as group:
+                for peer in (first, second):
+                    group.create_task(failing(peer.fetcher.fetch(name, 100, [liar.id])))
+
+
+async def failing(fetching: Awaitable[None]) -> None:
+    with pytest.raises(RemoteError):
+        await fetching
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/outside", "", "a" * 63, "A" * 64, "a" * 61 + "/.."])
