@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +82,13 @@ class Lines(MemoryNetwork):
 
 
 @contextlib.asynccontextmanager
-async def begun(folder: Path, **changes: Any) -> AsyncIterator[Swarm]:
-    """A run of PEERS, whose payloads of some fifteen rounds are eight times a state; they keep little of others'."""
-    values = {"model": MODEL, "timing": TIMING, "rounds": 1000, "start_peers": len(PEERS)}
+async def begun(folder: Path, peers: Sequence[str] = PEERS, **changes: Any) -> AsyncIterator[Swarm]:
+    """A run of `peers`, whose payloads of some fifteen rounds are eight times a state; they keep little of others'."""
+    values = {"model": MODEL, "timing": TIMING, "rounds": 1000, "start_peers": len(peers)}
     made = Swarm(folder, manifest(**{**values, "outer": OuterSpec(topk=4096), **changes}))
     made.network = Lines()
     async with made as swarm:
-        for name in PEERS:
+        for name in peers:
             swarm.start(name, limit=1)
         yield swarm
 
@@ -177,11 +177,10 @@ def whole_feedback(swarm: Swarm, peer: Volunteer) -> Outer:
 
 
 async def test_a_peer_whose_payloads_are_gone_while_it_waits_for_them_takes_a_newer_state_and_keeps_its_feedback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    # it looks for no cheaper state meanwhile, which it may also take before the payloads are gone
-    monkeypatch.setattr(retention, "look_is_due", lambda *_: False)
-    async with begun(tmp_path) as swarm:
+    # more peers: the payloads are gone before it looks for a cheaper state again
+    async with begun(tmp_path, (*PEERS, *"efgh")) as swarm:
         victim, goes_on = swarm.start("victim", limit=1), asyncio.Event()
 
         async def hold(peer: str, round: int) -> None:
