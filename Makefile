@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 
-.PHONY: demo test test-all setup lint types contracts quick-1 quick-2 unit unit-1 unit-2 sim e2e e2e-1 e2e-2 e2e-3 e2e-4 faults hostile campaign fuzz fuzz-channels benchmark benchmark-gpu evidence pictures clean
+.PHONY: demo test test-all setup lint types contracts quick-1 quick-2 unit unit-1 unit-2 sim e2e e2e-1 e2e-2 e2e-3 e2e-4 faults hostile wheel campaign fuzz fuzz-channels benchmark benchmark-gpu evidence pictures clean
 
 setup: $(VENV)/.done
 $(VENV)/.done: pyproject.toml constraints.txt
@@ -86,6 +86,13 @@ faults: setup
 hostile: setup
 	$(BIN)/python -m pytest tests/hostile
 
+# The wheel, into dist/, and a run that it takes part in from an empty environment with the newest dependencies. Not part of `make test-all`:
+# minutes and gigabytes, less with the CPU build of PyTorch (PIP_EXTRA_INDEX_URL). TORCH=torch==2.13.0 takes that release of it.
+TORCH ?= torch
+wheel: setup
+	$(BIN)/python -m hatchling build --target wheel
+	TORCH="$(TORCH)" $(BIN)/python -m pytest tests/e2e/test_wheel.py -m campaign
+
 # The pictures of the documents, and every screen into pictures/, from a run of the demo that a monitor watches. Needs Chromium.
 pictures: setup
 	$(BIN)/python -m tests.docs.pictures docs/images --all pictures
@@ -131,4 +138,4 @@ evidence: setup
 		f/adamw c/muon/42:int8:int4 c/muon/42:int8:int4/first fc/muon/42:int8:int4
 
 clean:
-	rm -rf $(VENV) demo-run demo-run.json build *.egg-info
+	rm -rf $(VENV) demo-run demo-run.json dist

@@ -9,11 +9,12 @@ COPY constraints.txt .
 RUN pip install --no-cache-dir -c constraints.txt torch
 COPY pyproject.toml README.md LICENSE ./
 # What Potluck needs, without Potluck: a change of its code brings one small layer.
-RUN pip install --no-cache-dir -c constraints.txt .
+RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > needs.txt \
+    && pip install --no-cache-dir -c constraints.txt -r needs.txt
 COPY protocol protocol
 COPY peer peer
 COPY bootstrap bootstrap
-RUN pip install --no-cache-dir --no-deps . && rm -rf build
+RUN pip install --no-cache-dir --no-deps .
 RUN useradd --create-home --uid 1000 potluck && install -d -o potluck /data /data/run /join
 USER potluck
 WORKDIR /data

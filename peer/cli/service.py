@@ -114,7 +114,7 @@ def _install(system: Systemd | Launchd, command: str, folder: Path, given: Path 
     """Installs the service of `folder`. given: the log file that was typed."""
     log = given or folder / LOG
     kept = [] if given else [f"--log={log}"]
-    system.install([sys.executable, "-P", "-m", "peer.cli", command, *kept, *typed], folder.resolve())
+    system.install([sys.executable, "-P", "-m", "potluck", command, *kept, *typed], folder.resolve())
     print(f"service {system.name}: runs, and is started again after crashes; its file: {system.file}")
     print(f"what it says: {log.resolve()}")
     for line in system.installed():

@@ -67,7 +67,7 @@ def test_install_status_and_remove_with_systemd(tmp_path: Path) -> None:
     assert unit.parent == user.path / "settings" / "systemd" / "user"
     found = systemd.settings(unit.read_text())
     words = systemd.command(found["ExecStart"])
-    assert words[:5] == [sys.executable, "-P", "-m", "peer.cli", "join"]
+    assert words[:5] == [sys.executable, "-P", "-m", "potluck", "join"]
     assert set(words[5:]) == {
         "--log=my peer/potluck.log",
         "--dir=my peer",
