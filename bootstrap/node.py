@@ -315,7 +315,7 @@ class BootstrapNode:
         self._emit(events.Warning(text=f"run {shown(self.manifest.name)}: {text}"))
 
     def _say_addresses(self, addresses: Sequence[str]) -> None:
-        self._emit(events.listening(self.manifest.run_id, addresses))
+        self._emit(events.listening(self.manifest, addresses))
 
     def _refused(self, refused: events.Refused) -> None:
         """Reports a refused peer, and counts it in this node's announcement for those who monitor the run."""

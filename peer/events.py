@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 from protocol.run import manifest as manifests
 from protocol.run.manifest import EVALUATED_TIME, Manifest
+from protocol.run.short_line import short_line
 from protocol.wire import commit as wire
 from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.claims import Evaluation, Score
@@ -38,6 +39,8 @@ class Listening:
 
     address: str
     """The argument of `potluck join`: a multiaddress, `#`, and the run's id; empty while the machine has no address."""
+    line: str
+    """The same for people, short (protocol/run/short_line.py); empty like `address`."""
     addresses: tuple[str, ...]
     """All multiaddresses that it listens on, the best one first."""
 
@@ -565,9 +568,11 @@ def from_json(line: str) -> Event | None:
         return None
 
 
-def listening(run: str, addresses: Sequence[str]) -> Listening:
+def listening(manifest: Manifest, addresses: Sequence[str]) -> Listening:
     """Makes the event of a node that listens at `addresses`, the best one first; none while it has no network."""
-    return Listening(address=f"{addresses[0]}#{run}" if addresses else "", addresses=tuple(addresses))
+    address = f"{addresses[0]}#{manifest.run_id}" if addresses else ""
+    short = short_line(manifest.name, addresses[0], manifest.run_id) if addresses else None
+    return Listening(address=address, line=str(short or address), addresses=tuple(addresses))
 
 
 def found(manifest: Manifest) -> Found:

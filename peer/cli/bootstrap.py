@@ -30,6 +30,7 @@ from peer.ui.lines import sink
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity
 from protocol.ledger import schedule
+from protocol.run import short_line
 from protocol.run.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class BootstrapOptions:
     ]
     dir: Dir = Path("potluck-bootstrap")
     host: Host = "0.0.0.0"
-    port: Port = 31337
+    port: Port = short_line.PORT
     announce: Announce = None
     initial_peer: Annotated[
         list[str] | None,

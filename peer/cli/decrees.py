@@ -48,9 +48,7 @@ LONGEST_EXPIRY_DAYS = 366
 
 app = group()
 
-_RUN = typer.Argument(
-    metavar="RUN", help="A manifest file, a node's folder, or the one-line address that a bootstrap node prints."
-)
+_RUN = typer.Argument(metavar="RUN", help="A manifest file, a node's folder, or the line that a bootstrap node prints.")
 Run = Annotated[str, _RUN]
 OwnRun = Annotated[str | None, _RUN]
 """Default: the run of the node in --dir."""

@@ -69,9 +69,13 @@ class JoinOptions:
     """The options of `potluck join` and `potluck service install`, as typed."""
 
     run: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="A manifest file, or the one-line address that a bootstrap node prints."),
-    ]
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="The line that a bootstrap node prints, or a manifest file (default: the run in which the peer of"
+            " --dir, or one in this folder, has been).",
+        ),
+    ] = None
     dir: Dir = Path("potluck-peer")
     host: Host = "0.0.0.0"
     port: Port = 0
@@ -136,7 +140,7 @@ class JoinOptions:
                 f"--name {clean(self.name, 40)}: a name has at most {LONGEST_NAME} letters, digits, spaces, - _ and .;"
                 f" give such as {typed('--name', harmless_name(self.name) or 'Ada')}"
             )
-        found = open_run.parse_run(self.run)
+        found = open_run.parse_run(self.run or open_run.here(self.dir))
         announced: tuple[str, ...] = ()
         if self.announce:
             peer = keyfile.load_or_create(self.dir / KEY).peer_id

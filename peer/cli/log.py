@@ -50,7 +50,7 @@ Log = Annotated[
     str | None,
     typer.Argument(
         metavar="DIR|RUN",
-        help="A bootstrap node's folder; or a manifest file or one-line address, as for join (default: the run of the"
+        help="A bootstrap node's folder; or a manifest file or line, as for join (default: the run of the"
         " peer or node in this folder).",
     ),
 ]

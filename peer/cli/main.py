@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,12 +23,13 @@ from typer.core import TyperCommand, TyperGroup
 from peer.cli import running
 from peer.cli.options import Commands, group
 from peer.config import make_home
+from protocol.run import short_line
 
 if TYPE_CHECKING:
     from peer.node.peer import Factories
 
-ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0..."
-_ADDRESS = re.compile(r"/p2p/\S*#")
+ADDRESS = "shakespeare@203.0.113.5#4mQ8yV2kLr9TzX1bNc"
+_ADDRESS = re.compile(rf"/p2p/\S*#|(?<!\S){short_line.PATTERN.pattern}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +217,19 @@ def arguments_of(typed: Sequence[str]) -> list[str]:
     return list(typed)
 
 
+def spelled_out(words: Sequence[str]) -> list[str]:
+    """The words with addresses in place of short lines, which nodes are asked for once. Raises UsageError,
+    RemoteError."""
+    if "--help" in words or not any(map(short_line.parse, words)):
+        return list(words)
+    from peer.node import open_run
+
+    folders = [*open_run.HERE, *(Path(word.removeprefix("--dir=")) for word in words)]
+    known = [folder for folder in folders if os.path.isdir(folder)]
+    found = {word: line for word in words if (line := short_line.parse(word)) is not None}
+    return [running.run(open_run.spelled_out(found[word], known)) if word in found else word for word in words]
+
+
 def main(arguments: Sequence[str] | None = None, factories: Factories | None = None) -> None:
     """Entry point of the program.
 
@@ -226,5 +241,5 @@ def main(arguments: Sequence[str] | None = None, factories: Factories | None = N
         sys.stdout.reconfigure(errors="backslashreplace")
     with running.reporting():
         make_home()
-        words = arguments_of(sys.argv[1:] if arguments is None else arguments)
+        words = spelled_out(arguments_of(sys.argv[1:] if arguments is None else arguments))
         app(words, prog_name="potluck", obj=running.Program(main, factories))

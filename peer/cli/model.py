@@ -50,8 +50,8 @@ Where = Annotated[
     str | None,
     typer.Argument(
         metavar="DIR|RUN",
-        help="A folder of a bootstrap node, of a full replica, or of potluck export; or a manifest file or one-line"
-        " address, as for join (default: the peer or node in this folder).",
+        help="A folder of a bootstrap node, of a full replica, or of potluck export; or a manifest file or line, as"
+        " for join (default: the peer or node in this folder).",
     ),
 ]
 Round = Annotated[int | None, typer.Option(min=0, help="The round after which it is wanted (default: the last one).")]

@@ -25,6 +25,7 @@ from peer.cli import bootstrap, join
 from peer.cli.options import group, with_options
 from peer.config import home, user_name
 from peer.net.disk import Disk
+from peer.node.open_run import here
 from peer.ui.text import typed as as_typed
 from protocol.errors import FINAL, LocalError, UsageError
 
@@ -88,7 +89,8 @@ def _install_peer(options: join.JoinOptions, context: typer.Context) -> None:
     system, config = _service(options.dir), options.read()
     if config.dry_run:
         raise UsageError("--dry-run: a service trains; type potluck join with it instead")
-    _install(system, "join", config.folder, options.log_file, _retyped(context))
+    known = [] if options.run is not None else [str(Path(here(options.dir)).resolve())]
+    _install(system, "join", config.folder, options.log_file, [*_retyped(context), *known])
 
 
 def _install_node(options: bootstrap.BootstrapOptions, context: typer.Context) -> None:
@@ -101,7 +103,7 @@ app.command(
     "install",
     help="Join a run for weeks: the system starts `potluck join` with these options now, again after crashes, and when"
     " it starts itself.",
-    epilog="Example: potluck service install /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0... --memory 8GB",
+    epilog="Example: potluck service install shakespeare@203.0.113.5#4mQ8yV2kLr9TzX1bNc --memory 8GB",
 )(with_options(join.JoinOptions, _install_peer))
 app.command(
     "install-node",

@@ -36,7 +36,7 @@ class WatchOptions:
         str | None,
         typer.Argument(
             metavar="RUN",
-            help="A manifest file, or the one-line address that a bootstrap node prints (default: the run of the peer"
+            help="A manifest file, or the line that a bootstrap node prints (default: the run of the peer"
             " or node in this folder).",
         ),
     ] = None

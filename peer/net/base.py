@@ -59,6 +59,17 @@ class Unreachable(RemoteError):
     """No stream or connection to that peer could be opened."""
 
 
+class OtherPeer(Unreachable):
+    """Another peer answers at that address.
+
+    found: its id, as its key proves
+    """
+
+    def __init__(self, peer: str, text: str, found: str) -> None:
+        super().__init__(peer, text)
+        self.found = found
+
+
 class NotServed(Unreachable):
     """The peer does not serve that protocol."""
 

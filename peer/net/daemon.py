@@ -21,6 +21,7 @@ import functools
 import ipaddress
 import logging
 import math
+import re
 import shutil
 import signal
 from collections.abc import Callable, Coroutine, Sequence
@@ -38,7 +39,18 @@ from multiaddr.exceptions import Error as MultiaddrError
 from peer.net import processes
 from peer.net import sockets as sockets_of
 from peer.net.address import Address, best_first, interface_hosts, is_circuit, on_interfaces, tcp
-from peer.net.base import BadAddress, NotServed, StartFailed, Timeout, TransportLost, Unreachable, cancel, log, until
+from peer.net.base import (
+    BadAddress,
+    NotServed,
+    OtherPeer,
+    StartFailed,
+    Timeout,
+    TransportLost,
+    Unreachable,
+    cancel,
+    log,
+    until,
+)
 from peer.net.incoming import Arrive, Disconnector, StreamListener, StreamOrigin
 from peer.net.sockets import SocketFolder, port_error
 from protocol.errors import RemoteError, shown
@@ -240,8 +252,10 @@ class Daemon:
                 await read_pbmsg_safe(reader, response)
             if response.type == p2pd_pb2.Response.ERROR:
                 reason = _reason(response.error.msg)
-                kind = NotServed if reason == NOT_SERVED else Unreachable
-                raise kind(peer, f"{what}: {reason}; check the address and that it runs")
+                text = f"{what}: {reason}; check the address and that it runs"
+                if (other := _OTHER_PEER.search(response.error.msg)) is not None:
+                    raise OtherPeer(peer, text, other[1])
+                raise (NotServed if reason == NOT_SERVED else Unreachable)(peer, text)
             agreed = True
             where = response.streamInfo.addr
             return reader, writer, str(Multiaddr(where)) if where else ""
@@ -393,6 +407,9 @@ _REASONS = (
 )
 PASSING = ("no answer in time", "could not be reached a moment ago")
 """Reasons for which a peer is dialled again while there is time."""
+
+
+_OTHER_PEER = re.compile(r"remote key matches (12D3KooW[1-9A-HJ-NP-Za-km-z]{44})")
 
 
 def _reason(text: str) -> str:

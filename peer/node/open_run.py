@@ -6,22 +6,26 @@ import asyncio
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+import re
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from peer.net import keyfile
 from peer.net.address import is_circuit, parse, peers_of
-from peer.net.base import BadAddress, Transport
+from peer.net.base import BadAddress, OtherPeer, Transport
 from peer.net.blobs import fetch_named
 from peer.net.directory import latest_expiry, valid_record
 from peer.net.disk import Disk
 from protocol.errors import RemoteError, UsageError, apart, os_errors
-from protocol.identity import short_peer
+from protocol.identity import SEED_BYTES, Identity, short_peer
 from protocol.ledger.access import Ticket, read_ticket
 from protocol.run import manifest as manifests
+from protocol.run import short_line
 from protocol.run.corpus import TOKENIZER
 from protocol.run.manifest import Manifest
+from protocol.run.short_line import ShortLine
 from protocol.wire import endpoints, logfile
 
 KEY = "identity.key"
@@ -68,7 +72,7 @@ def read_manifest(path: Path) -> Manifest:
 
 def is_run(text: str) -> bool:
     """Returns whether it names a run, and not a file with text."""
-    return "/p2p/" in text or text.endswith(".toml") or os.path.isdir(text)
+    return "/p2p/" in text or text.endswith(".toml") or os.path.isdir(text) or short_line.parse(text) is not None
 
 
 def parse_run(text: str) -> Run:
@@ -85,6 +89,8 @@ def parse_run(text: str) -> Run:
             )
         return Run(None, run_id, (address,), read_ticket(invitation, run_id) if invitation else None)
     if not os.path.exists(text):  # unlike a Path's method, False for a name that is too long
+        if re.fullmatch(r"[^\s/@]+@[^\s/@]+", text):
+            raise UsageError(f"RUN {text}: not the whole line, NAME@HOST#CODE; copy it again, with all after the #")
         raise UsageError(
             f"RUN {text}: neither an address nor a file or folder that is here; copy the whole line that a bootstrap"
             " node prints, or give a path that is there"
@@ -93,8 +99,8 @@ def parse_run(text: str) -> Run:
         found = run_in(Path(text))
         if found is None:
             raise UsageError(
-                f"directory {text}: is of no peer or node that has been in a run; give the one-line address that a"
-                " bootstrap node prints"
+                f"directory {text}: is of no peer or node that has been in a run; give the line that a bootstrap node"
+                " prints"
             )
         return found
     manifest = read_manifest(Path(text))
@@ -104,8 +110,51 @@ def parse_run(text: str) -> Run:
         return Run(manifest, manifest.run_id, known.bootstrap)
     raise UsageError(
         f"manifest {text}: no bootstrap address; start its node here once, put one under [hints] bootstrap, or give the"
-        " one-line address that the bootstrap node prints"
+        " line that the bootstrap node prints"
     )
+
+
+async def spelled_out(
+    line: ShortLine, folders: Sequence[Path], begin: Callable[..., Awaitable[Transport]] | None = None
+) -> str:
+    """The address and run id of a short line: from the folder of a peer that has been there before, or else from the
+    node, by its key. Raises NobodyThere, UsageError, RemoteError.
+
+    begin: starts a transport (default: `start_transport`)
+    """
+    for known in filter(None, map(_remembered, folders)):
+        for address in known.bootstrap:
+            here = parse(address)
+            if here.dial == line.dial and short_line.code_of(here.peer, known.run_id) == line.code:
+                return f"{address}#{known.run_id}"
+    with tempfile.TemporaryDirectory(prefix="potluck-") as name:
+        transport = await (begin or start_transport)(Path(name), Door(host="127.0.0.1"), "", sparing=True)
+        try:
+            address = f"{line.dial}/p2p/{await _answering(transport, line)}"
+            manifest = await _fetched_manifest((address,), transport)
+        finally:
+            await transport.aclose()
+    if short_line.code_of(parse(address).peer, manifest.run_id) != line.code:
+        raise UsageError(
+            f"RUN {line}: is not what is at {line.host} now, which is another run or another operator's node; copy the"
+            " whole line again, or ask for a new one"
+        )
+    if (name := short_line.short_name(manifest.name)) != line.name:
+        raise UsageError(f"RUN {line}: the run there is called {name}; if that is the one, type its name")
+    return f"{address}#{manifest.run_id}"
+
+
+async def _answering(transport: Transport, line: ShortLine) -> str:
+    """The peer that answers at the line's address, by its key: the daemon dials one that is nobody's, and says which it
+    found. Raises NobodyThere."""
+    nobody = Identity(os.urandom(SEED_BYTES)).peer_id
+    try:
+        await transport.connect([f"{line.dial}/p2p/{nobody}"], timeout=REACH_SECONDS / 2)
+    except OtherPeer as error:
+        return error.found
+    except RemoteError as error:
+        raise NobodyThere(f"RUN {line}: {str(error).replace(f'/p2p/{nobody}', '')}") from None
+    raise NobodyThere(f"RUN {line}: no node answers there; check the line, and that the node runs")
 
 
 # --- folders
@@ -190,8 +239,8 @@ def here(*folders: Path) -> str:
             return str(folder)
     places = " or ".join(map(str, looked))
     raise UsageError(
-        f"RUN: is missing, and there is no peer or node in {places} that has been in a run; give the one-line"
-        " address that a bootstrap node prints, or a folder"
+        f"RUN: is missing, and there is no peer or node in {places} that has been in a run; give the line that"
+        " a bootstrap node prints, or a folder"
     )
 
 
@@ -259,15 +308,29 @@ def tokenizer_bytes(manifest: Manifest, beside: Path, corpus: Path | None) -> by
 async def manifest_of(run: Run, transport: Transport) -> Manifest:
     """Connects to the run. Returns its manifest, from its file or a node. Raises NobodyThere, UsageError,
     RemoteError."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + REACH_SECONDS
+    if run.manifest is not None:
+        await _connected(run.bootstrap, transport)
+        return run.manifest
+    manifest = await _fetched_manifest(run.bootstrap, transport)
+    if manifest.run_id != run.run_id:
+        served, wanted = apart(manifest.run_id, run.run_id)
+        raise UsageError(f"RUN: the node at {run.bootstrap[0]} serves run {served}, not {wanted}; copy the line again")
+    return manifest
+
+
+async def _connected(addresses: Sequence[str], transport: Transport) -> None:
     try:
-        await transport.connect(run.bootstrap, timeout=REACH_SECONDS)
+        await transport.connect(addresses, timeout=REACH_SECONDS)
     except RemoteError as error:
         raise NobodyThere(str(error)) from None
-    if run.manifest is not None:
-        return run.manifest
-    peer = run.dialled[0]
+
+
+async def _fetched_manifest(addresses: Sequence[str], transport: Transport) -> Manifest:
+    """The manifest that the node at the first of its addresses serves. Raises as `manifest_of`."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + REACH_SECONDS
+    await _connected(addresses, transport)
+    (peer, *_) = peers_of(addresses)
     try:
         async with asyncio.timeout_at(max(end, loop.time() + MANIFEST_SECONDS)):
             raw = await fetch_named(transport, peer, endpoints.MANIFEST_NAME, limit=manifests.MAX_MANIFEST_BYTES)
@@ -276,11 +339,7 @@ async def manifest_of(run: Run, transport: Transport) -> Manifest:
             f"manifest from {short_peer(peer)}: it did not come in {REACH_SECONDS:g} s; try again, or ask who operates"
             " the node"
         ) from None
-    manifest = manifests.from_bytes(raw, f"from {short_peer(peer)}")
-    if manifest.run_id != run.run_id:
-        served, wanted = apart(manifest.run_id, run.run_id)
-        raise UsageError(f"RUN: the node at {run.bootstrap[0]} serves run {served}, not {wanted}; copy the line again")
-    return manifest
+    return manifests.from_bytes(raw, f"from {short_peer(peer)}")
 
 
 async def manifest_again(run: Run, folder: Path, transport: Transport, warn: Callable[[str], None]) -> Manifest:

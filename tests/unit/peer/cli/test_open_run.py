@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from peer.cli.join import JoinOptions
 from peer.cli.main import arguments_of, main
-from peer.net import keyfile
+from peer.net import keyfile, p2p
+from peer.net.address import parse
+from peer.net.base import Transport
 from peer.net.blobs import BlobServer, BlobStore
 from peer.net.memory import MemoryNetwork
-from peer.node.open_run import KEY, Run, here, manifest_of, node_folder, parse_run, remember, run_in
+from peer.node.open_run import (
+    KEY,
+    NobodyThere,
+    Run,
+    here,
+    manifest_of,
+    node_folder,
+    parse_run,
+    remember,
+    run_in,
+    spelled_out,
+)
 from protocol.errors import UsageError
 from protocol.identity import Identity
 from protocol.run import manifest as manifests
+from protocol.run import short_line
 from protocol.run.manifest import HintSpec, Manifest
+from protocol.run.short_line import ShortLine
 from protocol.wire import endpoints
 from tests.support import tiny
 
@@ -151,6 +169,67 @@ def test_what_is_not_pasted_stays_as_it_is(folders: Folders) -> None:
     assert arguments_of(["help"]) == ["--help"]
 
 
+@pytest.mark.parametrize("pasted", ["{}", "potluck join {}", "10:00:01 · to join: potluck join {} --memory 8GB"])
+def test_a_short_line_may_be_pasted_too(pasted: str) -> None:
+    line = "shakespeare@203.0.113.5#4mQ8yV2kLr9TzX1bNc"
+    assert arguments_of(["join", *pasted.format(line).split()])[:2] == ["join", line]
+    assert arguments_of(["join", pasted.format(line)])[:2] == ["join", line]
+    assert arguments_of(["run", "ban", "--reason", "b@c#d e", line]) == ["run", "ban", "--reason", "b@c#d e", line]
+
+
+@contextlib.asynccontextmanager
+async def a_node(folders: Folders, path: Path) -> AsyncIterator[tuple[ShortLine, str]]:
+    """Serves the run's manifest on loopback, with the key of its operator. Yields its short and its long line."""
+    node = await p2p.start(folders.node / KEY, host="127.0.0.1", validate=lambda *_: True)
+    named = {endpoints.MANIFEST_NAME: folders.manifest.to_bytes()}
+    try:
+        await BlobServer(BlobStore(path / "blobs"), named=named).serve(node)
+        (address,) = (a for a in node.addresses if a.startswith("/ip4/127.0.0.1/"))
+        line = short_line.short_line(folders.manifest.name, address, folders.manifest.run_id)
+        assert line is not None
+        yield line, f"{address}#{folders.manifest.run_id}"
+    finally:
+        await node.aclose()
+
+
+async def test_a_short_line_leads_to_the_node_whose_key_it_was_made_of_and_to_no_other(
+    folders: Folders, tmp_path: Path
+) -> None:
+    async with a_node(folders, tmp_path) as (line, whole):
+        assert await spelled_out(line, []) == whole
+        moved = dataclasses.replace(line, code=short_line.code_of(OTHER.peer_id, folders.manifest.run_id))
+        bent = dataclasses.replace(line, code=short_line.code_of(parse(whole.partition("#")[0]).peer, "0" * 64))
+        for wrong in (moved, bent):
+            with pytest.raises(UsageError, match="another run or another operator's node; copy the whole line again"):
+                await spelled_out(wrong, [])
+        with pytest.raises(UsageError, match=f"the run there is called {line.name}"):
+            await spelled_out(dataclasses.replace(line, name="llama"), [])
+    with pytest.raises(NobodyThere) as refused:
+        await spelled_out(line, [])
+    assert str(refused.value).startswith(f"RUN {line}: ")
+    assert str(refused.value).count("/p2p/") == 0, "the peer that was dialled is nobody's"
+
+
+async def test_who_has_been_in_the_run_needs_no_answer_to_read_its_short_line(folders: Folders, tmp_path: Path) -> None:
+    """Such as a service that starts while there is no network."""
+
+    async def begin(*_: object, **__: object) -> Transport:
+        raise AssertionError("it is known here")
+
+    line = short_line.short_line("tiny", folders.address, folders.manifest.run_id)
+    assert line is not None
+    remember(folders.node, folders.run)
+    assert await spelled_out(line, [tmp_path, folders.node], begin) == folders.run.lines[0]
+    with pytest.raises(AssertionError, match="it is known here"):
+        await spelled_out(dataclasses.replace(line, host="10.0.0.2"), [folders.node], begin)
+
+
+@pytest.mark.parametrize("typed", ["tiny@203.0.113.5", "tiny@203.0.113.5#", "tiny@203.0.113.5#4mQ8", "a@b#c"])
+def test_half_of_a_short_line_is_said_to_be_half(typed: str, folders: Folders) -> None:
+    with pytest.raises(UsageError, match=r"not the whole line, NAME@HOST#CODE; copy it again"):
+        parse_run(typed)
+
+
 @pytest.mark.parametrize(
     "command", [["me"], ["monitor", "--once"], ["log", "show"], ["sample"], ["run", "open"], ["invite"], ["plan"]]
 )
@@ -181,3 +260,15 @@ async def test_a_node_of_another_run_is_said_such_that_the_two_differ(folders: F
     assert f"serves run {right[:12]}…{right[-5:]}, not {wrong[:12]}…{wrong[-5:]}; copy the line again" in str(
         refused.value
     )
+
+
+def test_join_without_a_line_goes_on_with_the_run_of_its_folder(
+    folders: Folders, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["join"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("potluck: RUN: is missing, and there is no peer or node in potluck-peer")
+    Path("ada").mkdir()
+    remember(Path("ada"), folders.run)
+    assert JoinOptions(dir=Path("ada")).read().run == folders.run

@@ -15,9 +15,11 @@ from peer.net.sockets import check_port, hosts
 from peer.ui.lines import describe
 from protocol.errors import UsageError
 from protocol.identity import Identity
+from protocol.run.short_line import short_line
+from tests.support import tiny
 
 PEER = Identity(bytes(32)).peer_id
-RUN = "0" * 64
+RUN = tiny.manifest()
 PUBLIC, PRIVATE, LOOPBACK, LINK = "8.8.8.8", "192.168.1.20", "127.0.0.1", "169.254.7.7"
 PUBLIC6, PRIVATE6, LOOPBACK6, LINK6 = "2001:4860::8", "fd00::7", "::1", "fe80::7"
 
@@ -41,7 +43,7 @@ def test_the_best_address_is_the_one_that_most_can_use(listed: list[str], best: 
     found = best_first(map(whole, listed))
     assert found[0] == whole(best)
     assert whole(LINK6) not in found, "it means nothing without an interface"
-    assert events.listening(RUN, found).address == f"{whole(best)}#{RUN}"
+    assert events.listening(RUN, found).address == f"{whole(best)}#{RUN.run_id}"
 
 
 def test_the_address_of_a_virtual_network_comes_after_the_one_that_leads_out() -> None:
@@ -66,7 +68,7 @@ def test_the_address_of_a_virtual_network_comes_after_the_one_that_leads_out() -
 )
 def test_a_line_that_works_here_only_is_said_to(host: str, told: str) -> None:
     first, *more = describe(Event(0.0, "bootstrap", events.listening(RUN, [whole(host)])), {})
-    assert first.text == f"to join: potluck join {whole(host)}#{RUN}"
+    assert first.text == f"to join: potluck join {short_line(RUN.name, whole(host), RUN.run_id)}"
     assert bool(more) == bool(told)
     assert all(told in said.text for said in more)
 
