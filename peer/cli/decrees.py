@@ -8,6 +8,7 @@ import dataclasses
 import math
 import os
 import re
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from typing import Annotated
 import typer
 
 from peer.cli import running
+from peer.cli.log import credits_of, log_of
 from peer.cli.options import coroutine, group, with_options
 from peer.log import reader
 from peer.net import keyfile, node_calls
@@ -34,7 +36,11 @@ from protocol import identity
 from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import Identity
 from protocol.ledger import access, schedule
+from protocol.planning import budget
+from protocol.run import layout
+from protocol.run.card import LONGEST_TEXT, Card
 from protocol.run.manifest import Manifest, why_no_quorum
+from protocol.run.short_line import short_line
 from protocol.wire import decree as wire
 from protocol.wire.bounds import LEAST_SHARE, LONGEST_PLACE, MAX_PROBATION, MAX_SESSIONS
 from protocol.wire.decree import LONGEST_NOTE, MOST_GUESTS, Board, Decree, Motion, Motions, Operator, Schedule
@@ -340,6 +346,54 @@ async def _patiently(transport: Transport, at: Sequence[str], motion: Motion, wh
         await asyncio.sleep(ASK_SECONDS)
         with contextlib.suppress(RemoteError):
             await transport.connect(at, timeout=CALL_SECONDS)
+
+
+# --- lists of runs
+
+
+@app.command(epilog="Example: potluck run card my-run.toml --about 'plays in verse' --licence CC0-1.0 >> runs.jsonl")
+@coroutine
+async def card(
+    run: OwnRun = None,
+    about: Annotated[str, typer.Option(help="What the run trains, for people.")] = "",
+    text: Annotated[str, typer.Option(help="On which text.")] = "",
+    licence: Annotated[str, typer.Option(help="The model's licence, such as Apache-2.0.")] = "",
+    dir: Dir = FOLDER,
+) -> None:
+    """Print the run's line for lists of runs (potluck runs), signed by your node: publish it where people look."""
+    longest = max(map(len, (about, text, licence)))
+    folder, operator, found = _operator(run, dir, "", LONGEST_NOTE)
+    if longest > LONGEST_TEXT:
+        raise UsageError(f"--about, --text, --licence: {longest} characters; {LONGEST_TEXT} at most")
+    if operator.peer_id not in found.dialled:
+        raise UsageError(f"--dir {folder}: its node has not run yet; start it once, and give its folder")
+    place = next(place for place in found.bootstrap if peers_of([place]) == (operator.peer_id,))
+    async with log_of(str(folder)) as (manifest, source):
+        if manifest is None:
+            raise UsageError(f"log {source.name}: has no rounds yet; the first one makes a card")
+        credits, now, head, _ = await credits_of(manifest, source)
+    line = short_line(manifest.name, place, manifest.run_id)
+    if head is None or line is None:
+        raise UsageError(f"log {source.name}: has no rounds yet; the first one makes a card")
+    losses = [evaluation.loss for evaluation in head.evaluations] or [head.loss or 0.0]
+    made = Card(
+        name=manifest.name,
+        about=about,
+        text=text,
+        licence=licence,
+        parameters=layout.total_parameters(manifest.model),
+        memory=sum(budget.smallest_stage(manifest)),
+        open=now.access.is_open,
+        round=head.round,
+        rounds=schedule.last_round(manifest, head),
+        tokens=credits.tokens,
+        loss=float(statistics.median(losses)),
+        time=int(time.time()),
+        line=str(line),
+        run=manifest.run_id,
+        operator=operator.peer_id,
+    )
+    print(made.signed(operator).json(), flush=True)
 
 
 # --- invitations

@@ -139,7 +139,7 @@ async def credits(
     async with log_of(where) as (manifest, source):
         if manifest is None:
             return _note(f"log {source.name}: has no rounds yet")
-        credits, standing, _, names = await _credits_of(manifest, source)
+        credits, standing, _, names = await credits_of(manifest, source)
     found = contributors(credits, names, standing)
     for line in map(jsons.dumps, map(plain, found)) if json else table_lines(found, credits.round):
         print(line)
@@ -154,7 +154,7 @@ async def me(where: Log = None, dir: Dir = Path("potluck-peer")) -> None:
     async with log_of(here(dir) if where is None else where) as (manifest, source):
         if manifest is None:
             raise UsageError(f"log {source.name}: has no rounds yet; ask again when the run has begun")
-        credits, standing, head, names = await _credits_of(manifest, source)
+        credits, standing, head, names = await credits_of(manifest, source)
     rounds = schedule.last_round(manifest, head)
     for line in own_lines(contributors(credits, names, standing), peer, credits.round, rounds, names):
         print(line)
@@ -188,7 +188,7 @@ def _note(text: str) -> None:
     print(f"potluck: note: {text}", file=sys.stderr)
 
 
-async def _credits_of(manifest: Manifest, source: Source) -> tuple[Credits, Standing, Commit | None, Names]:
+async def credits_of(manifest: Manifest, source: Source) -> tuple[Credits, Standing, Commit | None, Names]:
     """Credits and reputations by the log, the newest commit, and names of the peers that are present; the log has none.
     Raises LocalError, and what `source` raises."""
     credits, now, head, names = Credits(manifest.model.n_layers), standing.of(manifest), None, Names()

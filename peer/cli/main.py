@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from peer.node.peer import Factories
 
 ADDRESS = "shakespeare@203.0.113.5#4mQ8yV2kLr9TzX1bNc"
+NAMED = ("join", "doctor", "monitor", "me")
+"""Commands that take the name of a run in the last list of `potluck runs`."""
+_NAME = re.compile(r"[a-z0-9-]+")
 _ADDRESS = re.compile(rf"/p2p/\S*#|(?<!\S){short_line.PATTERN.pattern}")
 
 
@@ -60,6 +63,11 @@ SECTIONS = {
             lambda: import_module("peer.cli.join").command,
             "Join a run and train with what this machine has, until the run is over (Ctrl-C leaves; nothing is lost).",
             f"potluck join {ADDRESS} --memory 8GB",
+        ),
+        "runs": LazyCommand(
+            lambda: import_module("peer.cli.runs").runs,
+            "Find a run: what a list of runs offers, from its web address or a file, and the line to join each one.",
+            "potluck runs https://example.org/runs.jsonl",
         ),
         "service": LazyCommand(
             lambda: import_module("peer.cli.service").app,
@@ -218,10 +226,15 @@ def arguments_of(typed: Sequence[str]) -> list[str]:
 
 
 def spelled_out(words: Sequence[str]) -> list[str]:
-    """The words with addresses in place of short lines, which nodes are asked for once. Raises UsageError,
-    RemoteError."""
+    """The words with addresses in place of short lines and of names in the last list of runs; nodes are asked once.
+    Raises UsageError, RemoteError."""
+    words = list(words)
+    if len(words) > 1 and words[0] in NAMED and _NAME.fullmatch(words[1]) and not os.path.exists(words[1]):
+        from peer.cli.runs import line_of
+
+        words[1] = line_of(words[1]) or words[1]
     if "--help" in words or not any(map(short_line.parse, words)):
-        return list(words)
+        return words
     from peer.node import open_run
 
     folders = [*open_run.HERE, *(Path(word.removeprefix("--dir=")) for word in words)]
