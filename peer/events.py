@@ -215,6 +215,8 @@ class Found:
     parameters: int
     round_seconds: float
     """Seconds of training in a round."""
+    rounds: int = 0
+    """The run's last round, as its manifest has it."""
     probation: int = 0
     """Rounds in which a newcomer's work has no weight."""
     state_bytes: int = 0
@@ -403,10 +405,22 @@ class Round:
     """Tokens whose activations crossed its boundaries in this round; 0 for a full replica."""
     holds: bool = True
     """Whether it holds any shard: a newcomer reads the log before it has one."""
+    rounds: int = 0
+    """The run's last round."""
+    peers: int = 0
+    """Peers whose work it has."""
     own_tokens: int = 0
     """Committed tokens of its own: of a chain's, the share of its blocks (protocol/ledger/credits.py)."""
     tokens: int = 0
     """Committed tokens of all."""
+    own_tokens_so_far: int = 0
+    """Its own in the whole run."""
+    tokens_so_far: int = 0
+    """Of all in the whole run."""
+    rank: int = 0
+    """Its place by these, from 1; 0 while it has none."""
+    contributors: int = 0
+    """Peers that have some."""
     loss: float | None = None
     """Mean loss of the round's contributions, in nats per token; null if it is unknown."""
     probation: str = ""
@@ -586,6 +600,7 @@ def found(manifest: Manifest) -> Found:
         name=manifest.name,
         parameters=manifests.parameters(manifest),
         round_seconds=seconds,
+        rounds=manifest.rounds,
         probation=manifest.admission.probation if manifest.admission.is_open else 0,
         state_bytes=12 * manifests.parameters(manifest),
         state_seconds=manifest.checkpoint_rounds * seconds,

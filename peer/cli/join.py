@@ -46,6 +46,7 @@ from peer.node.pausing import Hours
 from peer.node.way_in import NetworkStart
 from peer.training import device as devices_here
 from peer.training.device import Hardware, parse_rate, parse_size
+from peer.ui.join_screen import JoinScreen
 from peer.ui.lines import sink
 from peer.ui.text import LONGEST_NAME, clean, harmless_name, typed
 from protocol.errors import RemoteError, UsageError
@@ -129,6 +130,9 @@ class JoinOptions:
         bool, typer.Option("--dry-run", help="Say what this machine would do in the run, and leave before it trains.")
     ] = False
     log_file: LogFile = None
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Print lines instead of a screen, as without a terminal and with --log.")
+    ] = False
     json: Json = False
 
     def read(self) -> JoinConfig:
@@ -163,6 +167,7 @@ class JoinOptions:
             pause_when_busy=self.pause_when_busy,
             name=self.name,
             dry_run=self.dry_run,
+            plain=self.plain or self.log_file is not None or self.dry_run,
             json=self.json,
         )
 
@@ -186,7 +191,8 @@ async def join(config: JoinConfig, factories: Factories | None = None) -> None:
     run, folder = config.run, config.folder
     key = keyfile.load_or_create(folder / KEY)
     clock = Clock() if factories is None else factories.clock
-    tally = Tally(sink(config.json, own=True))
+    screen = JoinScreen(key.peer_id)
+    tally = Tally(sink(True) if config.json else screen.feed)
     emit, began = Emitter(key.peer_id, tally.take), clock.steady()
     known: tuple[Manifest, Hardware] | None = None
     downlink: Measurement | None = None
@@ -248,8 +254,10 @@ async def join(config: JoinConfig, factories: Factories | None = None) -> None:
     try:
         if (too_low := processes.raise_file_limit()) is not None:
             warn(too_low)
+        shown = contextlib.nullcontext() if config.plain or config.json else screen
         async with running.shown_alive(folder):
-            await Pauses(_checks(config, clock), emit, freed=devices_here.free).between(take_part)
+            with shown:
+                await Pauses(_checks(config, clock), emit, freed=devices_here.free).between(take_part)
     finally:
         storage.close()
         if not config.dry_run:

@@ -50,6 +50,8 @@ class JoinConfig:
     """What screens call the peer."""
     dry_run: bool = False
     """Say what the peer would do, and leave."""
+    plain: bool = False
+    """Print lines instead of a screen."""
     json: bool = False
     """Print events as JSON."""
     audit: bool = False

@@ -17,6 +17,7 @@ from peer.net.network import Network
 from peer.net.node_calls import log_page
 from protocol.errors import RemoteError
 from protocol.ledger import history, rules, run_state
+from protocol.ledger.credits import Credits
 from protocol.ledger.history import Stretch, Tip
 from protocol.round import member_events
 from protocol.run.manifest import Manifest
@@ -115,6 +116,8 @@ class Follower:
     def __init__(self, manifest: Manifest, emit: events.Emit) -> None:
         self.state = run_state.begin(manifest)
         """The state after the commits that are folded; older than the log while a long log is folded in pieces."""
+        self.credits = Credits(manifest.model.n_layers)
+        """The credits after the same commits."""
         self._emit = emit
         self._task: asyncio.Task[None] | None = None
 
@@ -140,3 +143,4 @@ class Follower:
             for violation in itertools.islice(rules.check(self.state, log[round]), REPORTED):
                 self._emit(events.Violation(round=round, rule=violation.rule, reason=violation.reason))
             self.state = self.state.apply(log[round])
+            self.credits.add(log[round])

@@ -33,7 +33,8 @@ from peer.state.payloads import CommitsWait, Exchange, PayloadsGone
 from peer.state.recovery import Recovery, WarmUp
 from peer.state.storage import Checkpoint, Feedback, FeedbackWriter, Shards, Storage
 from protocol.identity import short_peer
-from protocol.ledger import credits, part_lists, retention
+from protocol.ledger import part_lists, retention, schedule
+from protocol.ledger.credits import parts
 from protocol.round import handover, member_events
 from protocol.round.member import Member
 from protocol.run import layout
@@ -466,7 +467,8 @@ class Rounds:
     def _report_round(self, commit: Commit, boundary_seconds: float) -> None:
         result, is_news = self._training.forget(commit.round), commit.round == self.member.head
         self._seconds |= {"boundary": boundary_seconds, "train": result.seconds, "text": result.text_seconds}
-        traffic = self.network.transport.traffic
+        traffic, credits = self.network.transport.traffic, self._follower.credits
+        own, rank, contributors = credits.of(self.peer)
         self.emit(
             events.Round(
                 round=commit.round,
@@ -478,8 +480,14 @@ class Rounds:
                 boundary_backward_bytes=result.backward_bytes,
                 boundary_tokens=result.boundary_tokens,
                 holds=bool(self.outer.theta),
+                rounds=schedule.last_round(self.manifest, commit),
+                peers=len({peer for c in commit.contributions for peer in c.peers}),
                 own_tokens=self._own_tokens(commit),
                 tokens=commit.tokens,
+                own_tokens_so_far=own,
+                tokens_so_far=credits.tokens,
+                rank=rank,
+                contributors=contributors,
                 loss=commit.loss,
                 probation=commit.tried(self.peer),
                 evaluations=commit.evaluations if is_news else (),
@@ -491,7 +499,7 @@ class Rounds:
     def _own_tokens(self, commit: Commit) -> int:
         before = self.member.commits.get(commit.round - 1)
         plan, layers = before.plan if before is not None else None, self.manifest.model.n_layers
-        return sum(n for c in commit.contributions for peer, n in credits.parts(c, plan, layers) if peer == self.peer)
+        return sum(n for c in commit.contributions for peer, n in parts(c, plan, layers) if peer == self.peer)
 
     async def _drop_state_if_longer(self, commit: Commit) -> None:
         """Far behind the log, drops the state if a later one costs fewer bytes; `_hold_shards` builds that."""

@@ -351,6 +351,10 @@ class Lines:
 
     def of(self, event: Event) -> list[str]:
         """The lines of an event, usually none."""
+        return [f"{clock(event.time)} {MARKS[level]} {text}" for level, text in self.said(event)]
+
+    def said(self, event: Event) -> list[Said]:
+        """The same without time and mark."""
         event = cleaned(event)
         if self._own and isinstance(event.body, events.Role):
             b = event.body
@@ -359,8 +363,7 @@ class Lines:
                 return []
         if isinstance(event.body, events.Ready):
             self._names.learn(event.body.peer, event.body.name)
-        said = (describe_own if self._own else describe)(event, self._names)
-        return [f"{clock(event.time)} {MARKS[level]} {text}" for level, text in said]
+        return (describe_own if self._own else describe)(event, self._names)
 
 
 def sink(json: bool, *, own: bool = False) -> Sink:

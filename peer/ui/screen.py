@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TextIO, cast
+from typing import Any, Self, TextIO, cast
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -57,21 +57,18 @@ class _Live(Live):
             super().refresh()
 
 
-class Screen:
-    """Shows a run while events arrive: `with Screen(manifest) as screen: ... screen.feed(event)`. Any thread may feed.
+class LiveScreen:
+    """Shows something while events arrive: `with screen: ... screen.feed(event)`. Any thread may feed.
 
-    On a terminal the screen is redrawn a few times a second, and its last frame stays. Elsewhere a few lines are
-    printed instead (peer/ui/lines.py).
+    On a terminal the screen is redrawn a few times a second, and its last frame stays. Elsewhere, and before and after
+    that, a few lines are printed instead (peer/ui/lines.py).
     """
 
     refresh_per_second = 4.0
 
-    def __init__(
-        self, manifest: Manifest, names: Mapping[str, str] | None = None, console: Console | None = None
-    ) -> None:
-        self.view = RunView(manifest, Names(names))
+    def __init__(self, lines: Lines, console: Console | None = None) -> None:
         self.console = console or Console()
-        self._print = printer(Lines(names), cast(TextIO, self.console.file))
+        self._print = printer(lines, cast(TextIO, self.console.file))
         self._lock = threading.Lock()
         self._live: Live | None = None
         self._news = True
@@ -80,6 +77,7 @@ class Screen:
     def feed(self, event: Event) -> None:
         """A Sink."""
         with self._lock:
+            self._news = True
             self._take(event)
         if self._live is None:
             self._print(event)
@@ -90,10 +88,6 @@ class Screen:
             width, full = self.console.size
             return self._drawn(width, height or full)
 
-    def _take(self, event: Event) -> None:
-        self._news = True
-        self.view.feed(event)
-
     def has_news(self) -> bool:
         """Returns whether the screen has changed since the last call."""
         with self._lock:
@@ -101,10 +95,18 @@ class Screen:
             self._size = self.console.size
             return news
 
-    def _drawn(self, width: int, height: int) -> RenderableType:
-        return render(self.view, width, height, ascii_only=self.console.options.ascii_only)
+    def _take(self, event: Event) -> None:
+        raise NotImplementedError
 
-    def __enter__(self) -> Screen:
+    def _drawn(self, width: int, height: int) -> RenderableType:
+        raise NotImplementedError
+
+    @property
+    def _last_height(self) -> int:
+        """Most lines of the frame that stays."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
         if self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = _Live(
                 self.has_news,
@@ -121,7 +123,27 @@ class Screen:
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
-            self.console.print(self.frame(min(self.console.size.height - 1, 18 + len(self.view.peers))))
+            self.console.print(self.frame(min(self.console.size.height - 1, self._last_height)))
+
+
+class Screen(LiveScreen):
+    """Shows a run: `with Screen(manifest) as screen: ... screen.feed(event)`."""
+
+    def __init__(
+        self, manifest: Manifest, names: Mapping[str, str] | None = None, console: Console | None = None
+    ) -> None:
+        super().__init__(Lines(names), console)
+        self.view = RunView(manifest, Names(names))
+
+    def _take(self, event: Event) -> None:
+        self.view.feed(event)
+
+    def _drawn(self, width: int, height: int) -> RenderableType:
+        return render(self.view, width, height, ascii_only=self.console.options.ascii_only)
+
+    @property
+    def _last_height(self) -> int:
+        return 18 + len(self.view.peers)
 
 
 # --- a frame

@@ -86,6 +86,14 @@ class Credits:
         """Returns the number of consecutive rounds up to the newest with a contribution of this peer."""
         return credit.streak if credit.last == self.round else 0
 
+    def of(self, peer: str) -> tuple[int, int, int]:
+        """The peer's tokens, its rank by them from 1 on (0: it has none), and the number of peers that have some."""
+        own = self._of.get(peer)
+        some = [credit.tokens for credit in self._of.values() if credit.tokens]
+        if own is None or not own.tokens:
+            return 0, 0, len(some)
+        return own.tokens, 1 + sum(tokens > own.tokens for tokens in some), len(some)
+
     def table(self) -> list[Credit]:
         """Returns the credits of all peers that were ever planned, most tokens first."""
         return sorted(self._of.values(), key=lambda c: (-c.tokens, -c.rounds, c.peer))

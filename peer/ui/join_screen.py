@@ -1,0 +1,239 @@
+"""The live screen of `potluck join`: what this machine does now, what of the run is its work, and what comes of it.
+
+Drawn from the peer's own events. A frame has exactly the requested size, 60 x 12 characters or more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import date, datetime
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from peer import events
+from peer.events import Event
+from peer.ui.lines import MARKS, Lines
+from peer.ui.screen import GRAY, GREEN, LEVEL_STYLES, SKY, LiveScreen, chart, panel
+from peer.ui.text import blocks, called, clean, cleaned, duration, number, percent, readable, size
+
+NOTES = 200
+ROUNDS = 4096
+"""Losses that the curve shows, at most."""
+STEPS = 16
+"""Steps whose speed is shown."""
+LABEL = 11
+
+
+class JoinScreen(LiveScreen):
+    """Shows the peer `me` while its events arrive: `with JoinScreen(me) as screen: ... screen.feed(event)`.
+
+    On an output that is no terminal, and after the screen has ended, the events' lines are printed instead.
+    """
+
+    def __init__(self, me: str, console: Console | None = None, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(Lines(own=True), console)
+        self._me, self._clock = me, clock
+        self._notes: deque[tuple[str, str]] = deque(maxlen=NOTES)
+        self._own = Lines(own=True)
+        self._name = ""
+        self._found: events.Found | None = None
+        self._role: events.Role | None = None
+        self._done: events.Round | None = None
+        self._steps: deque[events.Step] = deque(maxlen=STEPS)
+        self._losses: deque[tuple[float, float]] = deque(maxlen=ROUNDS)
+        self._sample = ""
+        self._now, self._since = "is on its way to the run", clock()
+        self._applied = 0
+        self._today: tuple[date, int, int] | None = None
+        self._began = self._looked = clock()
+
+    def _take(self, event: Event) -> None:
+        event = cleaned(event)
+        self._notes.extend(said for said in self._own.said(event) if said.level in ("warning", "error"))
+        match event.body:
+            case events.Found() as found:
+                self._found = found
+                self._does("finds out how others reach this machine")
+            case events.Started(peer=peer):
+                self._name = called(peer, {})
+            case events.ReadingLog(round=round, newest=newest):
+                self._does(f"reads the log: round {round:,} of {newest:,}")
+            case events.Fetching(came=came, bytes=whole, done=False):
+                self._does(f"fetches the model: {size(came)} of {size(max(came, whole))}")
+            case events.Waiting(round=round, seconds=seconds):
+                self._does(f"is ready: round {round} begins in about {duration(seconds)}")
+            case events.Role() as role:
+                self._role = role
+                self._steps.clear()
+                self._does(_trains(role))
+            case events.Step() as step:
+                self._steps.append(step)
+            case events.Offered(round=round, bytes=sent):
+                self._does(f"sends its update of round {round} ({size(sent)}); it is judged and added up")
+            case events.Withdrew(round=round):
+                self._does(f"sits out round {round}")
+            case events.Round() as done:
+                self._applies(event.time, done)
+            case events.Paused(reason=reason):
+                self._does(f"pauses: {reason}")
+            case events.Resumed():
+                self._does("comes back")
+            case events.Leaving(seconds=seconds):
+                self._does(f"hands over what it has learned, in {seconds:g} s at most")
+            case events.Finished(round=round):
+                self._does(f"has the finished model: the run is over after round {round}")
+
+    def _does(self, text: str) -> None:
+        self._now, self._since = text, self._clock()
+
+    def _applies(self, time: float, done: events.Round) -> None:
+        day = datetime.fromtimestamp(time).date()
+        if self._today is None or day != self._today[0]:
+            before = self._done if self._today is not None else None
+            self._today = (day, before.bytes_sent if before else 0, before.bytes_received if before else 0)
+        if self._done is not None and done.bytes_sent < self._done.bytes_sent:  # it has started again, after a pause
+            day, sent, received = self._today
+            self._today = (day, sent - self._done.bytes_sent, received - self._done.bytes_received)
+        self._done = done
+        if not done.holds or not done.round:
+            return
+        self._applied += 1
+        if done.loss is not None:
+            self._losses.append((done.round, done.loss))
+        self._sample = next((found.sample for found in done.evaluations if found.sample), self._sample)
+        self._does(f"has applied round {done.round}; the next one begins")
+
+    # --- a frame
+
+    def has_news(self) -> bool:
+        """As the base class, and once a second: figures change by time alone."""
+        now = self._clock()
+        if not super().has_news() and 0.0 <= now - self._looked < 1.0:
+            return False
+        self._looked = now
+        return True
+
+    @property
+    def _last_height(self) -> int:
+        return 18
+
+    def _drawn(self, width: int, height: int) -> RenderableType:
+        ascii_only = self.console.options.ascii_only
+        top: list[RenderableType] = [self._title(width), panel(*self._step(width - 4), width, 4, ascii_only)]
+        rows = height - 5
+        told = len(self._notes) + bool(self._sample)
+        notes = min(max(3, told + 2), 3 + (rows - 11) // 4) if rows >= 12 else 0
+        middle = rows - notes
+        facts = self._facts(middle - 2)
+        if width >= 76 and self._losses:
+            left = min(62, max(50, width // 2))
+            plot = panel(
+                "loss of the model", Group(*self._curve(width - left - 4, middle - 2)), width - left, middle, ascii_only
+            )
+            row = Table.grid(padding=0)
+            row.add_row(panel("your part", facts, left, middle, ascii_only), plot)
+            body: list[RenderableType] = [row]
+        else:
+            body = [panel("your part", facts, width, middle, ascii_only)]
+        if notes:
+            body.append(panel("news", self._told(width - 4, notes - 2), width, notes, ascii_only))
+        return Group(*top, *body)
+
+    def _title(self, width: int) -> Text:
+        name = clean(self._found.name) if self._found is not None else ""
+        left = Text.assemble(
+            (" potluck ", f"bold reverse {SKY}"), (f" {name}" if name else "", "bold"), (f" · {self._who()}", GRAY)
+        )
+        right = ""
+        if self._done is not None and self._done.rounds:
+            right = f"round {min(self._done.round + 1, self._done.rounds):,} of {self._done.rounds:,}"
+        left.truncate(max(0, width - len(right) - 2), overflow="ellipsis")
+        return Text.assemble(left, " " * max(1, width - left.cell_len - len(right) - 1), (right, "bold"), no_wrap=True)
+
+    def _who(self) -> str:
+        return f"you are {self._name or called(self._me, {})}"
+
+    def _step(self, width: int) -> tuple[str, RenderableType]:
+        """The title and two lines: what it does now, and how far the round's steps are."""
+        now = Text(self._now, no_wrap=True)
+        now.append(f", for {duration(self._clock() - self._since)}", style=GRAY)
+        now.truncate(width, overflow="ellipsis")
+        role, steps = self._role, self._steps
+        if role is None or not steps or steps[-1].round != role.round:
+            return "now", Group(now, Text(self._expects(), style=GRAY, no_wrap=True, overflow="ellipsis"))
+        last, seconds = steps[-1], sum(step.seconds for step in steps)
+        label = f" step {last.step} of {max(role.steps, last.step)}"
+        if seconds > 0:
+            label += f" · {sum(step.tokens for step in steps) / seconds:,.0f} tokens/s"
+        if last.loss is not None:
+            label += f" · loss {last.loss:.3f}"
+        if width >= 100 and role.steps > last.step:
+            label += f" · {duration(seconds / len(steps) * (role.steps - last.step))} left"
+        free = max(4, width - len(label))
+        whole = min(free, round(free * last.step / max(1, role.steps, last.step)))
+        bar = Text.assemble(("█" * whole, SKY), ("░" * (free - whole), GRAY), label, no_wrap=True)
+        bar.truncate(width, overflow="ellipsis")
+        return f"round {role.round:,}", Group(now, bar)
+
+    def _expects(self) -> str:
+        if self._found is None:
+            return "its manifest comes from a bootstrap node"
+        size_of = f"{self._found.parameters / 1e6:,.1f}M parameters"
+        return f"{size_of}; a round takes {duration(self._found.round_seconds)} of training"
+
+    def _facts(self, rows: int) -> Table:
+        table = Table.grid(padding=(0, 1))
+        table.add_column(style=GRAY, no_wrap=True, min_width=LABEL)
+        table.add_column(overflow="ellipsis" if rows < 9 else "fold", no_wrap=rows < 9)
+        done = self._done
+        if done is None or not done.holds:
+            table.add_row("so far", Text("your first round is ahead"))
+            if self._found is not None and self._found.probation:
+                first = number(self._found.probation, "round")
+                table.add_row("then", Text(f"your work is judged for {first}, kept, and counts afterwards"))
+            table.add_row("here", f"{duration(self._clock() - self._began)}; Ctrl-C leaves at any time")
+            return table
+        mine = f"{done.own_tokens:,} of {done.tokens:,} tokens yours"
+        table.add_row(f"round {done.round:,}", Text(mine, style=GREEN if done.own_tokens else ""))
+        if done.probation:
+            table.add_row("newcomer", Text("your work is good and kept; it counts after a few rounds"))
+        if done.rank:
+            share = percent(done.own_tokens_so_far / max(1, done.tokens_so_far))
+            of = f"rank {done.rank:,} of {done.contributors:,}"
+            table.add_row("in all", Text.assemble((f"{done.own_tokens_so_far:,}", "bold"), f" tokens, {share}, {of}"))
+        table.add_row("the swarm", f"{number(done.peers, 'peer')}, {done.tokens_so_far / 1e6:,.1f}M tokens so far")
+        if self._losses:
+            (_, begun), (_, last) = self._losses[0], self._losses[-1]
+            more = f"  from {begun:.3f}" if len(self._losses) > 1 else ""
+            table.add_row("loss", Text.assemble((f"{last:.3f}", "bold"), (more, GRAY)))
+        _, sent, received = self._today or (None, 0, 0)
+        table.add_row("today", f"{size(done.bytes_sent - sent)} up, {size(done.bytes_received - received)} down")
+        table.add_row(
+            "here", f"{duration(self._clock() - self._began)}, {number(self._applied, 'round')}; Ctrl-C leaves"
+        )
+        return table
+
+    def _curve(self, width: int, height: int) -> list[Text]:
+        points = list(self._losses)
+        return chart(points, points, width, height, ascii_only=self.console.options.ascii_only, x_label="rounds")
+
+    def _told(self, width: int, rows: int) -> Group:
+        found = [Text("nothing is wrong", style=GRAY)] if not self._notes and not self._sample else []
+        if self._sample:
+            rows -= 1
+            found.append(Text.assemble(("it writes ", GRAY), readable(self._sample, {}, width), no_wrap=True))
+            found[-1].truncate(width, overflow="ellipsis")
+        for level, text in list(self._notes)[-rows:] if rows else ():
+            found.append(Text.assemble((f"{MARKS[level]} ", LEVEL_STYLES[level]), text, no_wrap=True))
+            found[-1].truncate(width, overflow="ellipsis")
+        return Group(*found)
+
+
+def _trains(role: events.Role) -> str:
+    if role.role == "full":
+        return f"trains the whole model for round {role.round:,}"
+    return f"trains {blocks(role.first, role.last)}, stage {role.position + 1} of {role.stages} of a chain"
