@@ -205,7 +205,8 @@ class JoinScreen(LiveScreen):
             share = percent(done.own_tokens_so_far / max(1, done.tokens_so_far))
             of = f"rank {done.rank:,} of {done.contributors:,}"
             table.add_row("in all", Text.assemble((f"{done.own_tokens_so_far:,}", "bold"), f" tokens, {share}, {of}"))
-        table.add_row("the swarm", f"{number(done.peers, 'peer')}, {done.tokens_so_far / 1e6:,.1f}M tokens so far")
+        so_far = f"{done.tokens_so_far:,}" if done.tokens_so_far < 1e7 else f"{done.tokens_so_far / 1e6:,.1f}M"
+        table.add_row("the swarm", f"{number(done.peers, 'peer')}, {so_far} tokens so far")
         if self._losses:
             (_, begun), (_, last) = self._losses[0], self._losses[-1]
             more = f"  from {begun:.3f}" if len(self._losses) > 1 else ""
