@@ -39,7 +39,7 @@ class Listening:
 
     address: str
     """The argument of `potluck join`: a multiaddress, `#`, and the run's id; empty while the machine has no address."""
-    line: str
+    line: str = ""
     """The same for people, short (protocol/run/short_line.py); empty like `address`."""
     addresses: tuple[str, ...]
     """All multiaddresses that it listens on, the best one first."""

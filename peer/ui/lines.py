@@ -74,7 +74,7 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Listening(address=""):
             return [Said("warning", "nobody can join now: this machine has no address; connect it to a network")]
         case events.Listening(address=address, line=line):
-            return [Said("info", f"to join: potluck join {line}"), *_reaches(host_of(address))]
+            return [Said("info", f"to join: potluck join {line or address}"), *_reaches(host_of(address))]
         case events.Ready(peer=peer, device=device, memory_bytes=memory):
             offer = device + (f", {size(memory)}" if memory else "")  # bootstrap nodes do not train
             return [Said("info", f"{called(peer, names)} is ready: {offer}")]
