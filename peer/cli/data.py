@@ -43,7 +43,7 @@ class BuildOptions:
         str, typer.Option(help="JSON file of the run's tokenizer, or the name of one that comes with Potluck.")
     ]
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence: the manifest's train.sequence.")]
-    out: Annotated[Path, typer.Option(help="Folder for the corpus; one in which a build was begun is gone on with.")]
+    out: Annotated[Path, typer.Option(help="Folder for the corpus; a build that was interrupted there is continued.")]
     column: Annotated[str, typer.Option(help="Column with the text.")] = "text"
     split: Annotated[str, typer.Option(help="Split of a hub data set.")] = "train"
     subset: Annotated[str, typer.Option(help="Subset (configuration) of a hub data set that has several.")] = ""

@@ -246,7 +246,7 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
             + (f"  counts as {c.standing:.0%}" if c.standing < 1 else "")
         )
     for left in commit.left_out:
-        what = "no weight yet" if left.probation else "left out"
+        what = "kept" if left.probation else "left out"
         spec = plan.find(left.replica) if plan is not None else None
         peers = left.peers or (spec.peers if spec is not None else ())
         lines.append(f"  {_name(plan, left.replica):<13} {what}: {readable(left.reason, {})}  {_peers(peers)}")

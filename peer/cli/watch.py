@@ -104,7 +104,7 @@ async def _opened(options: WatchOptions) -> AsyncIterator[tuple[Manifest, EventS
 
 
 async def _once(options: WatchOptions, manifest: Manifest, source: EventSource) -> None:
-    screen = MonitorScreen(manifest, news_age=lambda: source.news_age)
+    screen = MonitorScreen(manifest, news_age=lambda: source.news_age, join_line=lambda: source.join_line)
     await source.poll(screen.take)
     if options.json:
         print(to_json(screen.state()))
@@ -122,11 +122,15 @@ async def _watch(
 
     key = options.dir / KEY
     me = keyfile.load_or_create(key).peer_id if key.is_file() else None
-    screen = MonitorScreen(manifest, leave=leave, me=me, news_age=lambda: source.news_age)
+    screen = MonitorScreen(
+        manifest, leave=leave, me=me, news_age=lambda: source.news_age, join_line=lambda: source.join_line
+    )
     with contextlib.ExitStack() as stack:
         for server in _servers(screen, where):
             stack.enter_context(server)
-            screen.say(f"{' and '.join(server.paths)} at {server.url}")
+            for path, what in ("", "the page"), ("metrics", "figures for Prometheus"):
+                if f"/{path}" in server.paths:
+                    screen.say(f"{what}: {server.url}{path}")
         if not options.json:
             stack.enter_context(screen)
         work = asyncio.ensure_future(_print_changes(source, screen) if options.json else source.follow(screen.feed))
@@ -146,9 +150,7 @@ def _servers(screen: MonitorScreen, where: dict[str, tuple[str, int]]) -> list[w
     """A server for each address. where: addresses by option. Raises UsageError if an address cannot be used."""
     paths: dict[tuple[str, int], web.Paths] = {}
     if "--web" in where:
-        page = web.page()
-        state = web.CachedAnswer("application/json", lambda: to_json(screen.state()), screen.version)
-        paths[where["--web"]] = {"/": lambda: page, "/state.json": state}
+        paths[where["--web"]] = web.site(screen.state, screen.version)
     if "--metrics" in where:
         figures = web.CachedAnswer(metrics.KIND, lambda: metrics.exposition(screen.state()), screen.version)
         paths[where["--metrics"]] = {**paths.get(where["--metrics"], {}), "/metrics": figures}

@@ -188,14 +188,14 @@ def _mean_phases(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 def summary(result: dict[str, Any]) -> str:
     """The result as text."""
-    payload = result["payload_bytes_per_replica_per_round"]
+    payload, below = result["payload_bytes_per_replica_per_round"], result["below_unigram"]
     lines = [
         "",
         f"{result['rounds']} rounds, {result['tokens']:,} tokens in {result['seconds']:.0f} s",
         f"validation loss {result['val_loss_first']:.3f} -> {result['val_loss_last']:.3f} nats per token"
         f" ({result['val_bits_per_byte_last']:.3f} bits per byte)",
-        f"{100 * result['below_unigram']:.1f} % below {result['unigram_entropy']:.3f}, the loss of guesses by each"
-        " token's frequency",
+        f"{100 * abs(below):.1f} % {'above' if below < 0 else 'below'} {result['unigram_entropy']:.3f}, the loss of"
+        " guesses by each token's frequency",
         f"same bits on every peer after every round: {'yes' if result['same_bits'] else 'NO'}, state"
         f" {result['state_digest'][:16]}…",
     ]

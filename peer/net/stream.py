@@ -236,7 +236,7 @@ class FrameStream:
             self._frames.feed(data)
 
     def _over(self, reason: str, kind: type[Closed] = Closed) -> Closed:
-        return kind(self.remote, f"stream {self.name} with {short_peer(self.remote)}: {reason}; open it again")
+        return kind(self.remote, f"stream {self.name} with {short_peer(self.remote)}: {reason}; try again")
 
     async def close(self) -> None:
         if self._closed:
@@ -493,7 +493,7 @@ class StripedStream:
         await self._streams[0].take_turns(amount)
 
     def _no_frame(self, what: str) -> Closed:
-        return Closed(self.remote, f"stream {self.name} with {short_peer(self.remote)}: it sent {what}; open it again")
+        return Closed(self.remote, f"stream {self.name} with {short_peer(self.remote)}: it sent {what}; try again")
 
     async def finish(self) -> None:
         await asyncio.gather(*(stream.finish() for stream in self._streams))

@@ -293,7 +293,7 @@ class Sessions:
                 continue
             match message := await decode_in_turn(stream, said):
                 case NotAdmitted():
-                    refused = f"it takes no work of ours: {message.reason}; ask the run's operators"
+                    refused = f"it refuses this machine's work: {message.reason}; ask the run's operators"
                     raise NotTaken(node, message.reason if message.waits else refused, message)
                 case Heartbeat():
                     self._warn_if_stalled(node, message)

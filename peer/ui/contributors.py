@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peer.ui.text import called, cleaned, count, number, readable
+from peer.ui.text import called, cleaned, count, number, readable, said_of
 from protocol.ledger.credits import Credits
 from protocol.ledger.standing import Standing
 
@@ -57,19 +57,19 @@ def contributors(credits: Credits, names: Mapping[str, str], standing: Standing 
     """
     found: list[Contributor] = []
     for place, credit in enumerate(credits.table(), 1):
-        tied = found and found[-1].tokens == credit.tokens
+        tied, name = found and found[-1].tokens == credit.tokens, called(credit.peer, names)
         found.append(
             Contributor(
                 rank=found[-1].rank if tied else place,
                 peer=credit.peer,
-                name=called(credit.peer, names),
+                name=name,
                 tokens=credit.tokens,
                 share=credit.tokens / credits.tokens if credits.tokens else 0.0,
                 rounds=credit.rounds,
                 streak=credits.streak(credit),
                 last_round=credit.last,
                 left_out=credit.left_out,
-                reason=credit.reason,
+                reason=said_of(name, readable(credit.reason, names)),
                 probation=credit.probation,
                 **(_scores(standing, credit.peer) if standing is not None else {}),
             )
@@ -100,7 +100,7 @@ def own_lines(found: list[Contributor], peer: str, round: int, rounds: int, name
     own = next((c for c in found if c.peer == peer), None)
     yield f"round {round:,} of {rounds:,} is decided; {called(peer, names)} is you"
     if own is None:
-        yield "no round has planned you yet; a peer that runs is planned for the next one, or is a spare"
+        yield "no round has had you yet; a peer that runs gets work in the next one, or is a spare"
         return
     there = sum(1 for c in found if c.tokens)
     if own.tokens:
@@ -110,18 +110,12 @@ def own_lines(found: list[Contributor], peer: str, round: int, rounds: int, name
     else:
         yield "nothing of yours is in the model yet"
     if own.probation:
-        yield (
-            f"on probation for {number(own.probation, 'round')}: your work was good and had no weight; it goes into the"
-            " work after it"
-        )
+        yield f"as a newcomer you brought {number(own.probation, 'round')} of good work, which is kept and counts later"
     if own.left_out:
         times = "once" if own.left_out == 1 else f"{own.left_out:,} times, the last time"
-        yield f"left out {times} because: {readable(own.reason, {})}"
+        yield f"left out {times} because: {own.reason}"
     if own.scored is not None:
-        gain = f"it made the loss {own.gain:.5f} less on its own text, {own.gain - own.edge:.5f} on other text"
-        yield f"others scored your work of round {own.scored:,}: {gain}"
+        gain = f"it lowered the loss by {own.gain:.5f} on its own text, by {own.gain - own.edge:.5f} on other text"
+        yield f"others checked your work of round {own.scored:,}: {gain}"
     if own.rests is not None:
-        yield (
-            f"in no plan up to round {own.rests:,}: your work was found to be of no use, by the rule or by those who"
-            " scored it"
-        )
+        yield f"out until round {own.rests:,}: your work did not help, by the rule or by those who checked it"

@@ -93,17 +93,17 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             return [Said("error", f"{called(peer, names)} has other bits in {shard} after round {round}{than}")]
         case events.Refused(peer=peer, address=address, reason=reason, seconds=seconds):
             who = f"peer {called(peer, names)}" + (f" at {address}" if address else "")
-            return [Said("warning", f"{who} {reason}; nothing is taken from it for {duration(seconds)}")]
+            return [Said("warning", f"{who} {reason}; it is ignored for {duration(seconds)}")]
         case events.Quarrel(accuser=accuser, accused=accused, reason=reason, out=out):
             gone = ", ".join(called(peer, names) for peer in out)
-            after = f"in no chain from now on: {gone}" if out else "they are no neighbours from now on"
+            after = f"in no chain from now on: {gone}" if out else "from now on they are put into different chains"
             return [Said("warning", f"{called(accuser, names)} says of {called(accused, names)}: {reason}; {after}")]
         case events.Unfair(peer=peer, round=round, reason=reason):
             who = f"node {called(peer, names)}: its commit of round {round}"
             return [Said("error", f"{who} {reason}; it gets no vote, and another node leads")]
         case events.Forked(round=round):
             return [
-                Said("error", f"round {round} has two decided commits: too many operators lie, and no peer goes on")
+                Said("error", f"round {round} has two decided results: too many operators lie, so every peer stops")
             ]
         case events.Relayed(circuits=circuits, bytes=passed, bps=bps):
             streams = count(range(circuits), "stream")
@@ -176,8 +176,7 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
             model = f"{f.parameters / 1e6:,.1f}M parameters, rounds of {duration(f.round_seconds)}"
             text = f"run {f.run[:12]}… {f.name}: {model}; finding out how others reach this machine"
             rounds = "the first round" if f.probation == 1 else f"the first {f.probation} rounds"
-            newcomers = f"the work of newcomers has no weight in {rounds} that they bring; it is judged"
-            newcomers += ", and goes into their work after it"
+            newcomers = f"you begin on probation: in {rounds} your work is checked and kept, and counts from then on"
             said = [text, *([newcomers] if f.probation else []), *(price(f) if f.state_bytes else [])]
             return [Said("info", line) for line in said]
         case events.ReadingLog() as log:
@@ -186,7 +185,7 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
             return [_fetched(f)]
         case events.Waiting(round=round, seconds=seconds):
             return [
-                Said("info", f"ready: round {round}, for which the next plan is, begins in about {duration(seconds)}")
+                Said("info", f"ready: this machine can take part from round {round} on, in about {duration(seconds)}")
             ]
         case events.Measured(round_trip_ms=trip) as m:
             line = f"{rate(m.up_bps)} up, {rate(m.down_bps)} down"
@@ -195,7 +194,7 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
             ]
         case events.TextFetched(bytes=fetched, seconds=took, tokens=tokens):
             speed = rate(int(8 * fetched / took)) if took else "at once"
-            whole = f"of {tokens / 1e6:,.1f}M tokens; the rest ahead of reading"
+            whole = f"of {tokens / 1e6:,.1f}M tokens; the rest comes while it trains"
             return [Said("good", f"text: the first {size(fetched)} fetched in {took:.1f} s ({speed}), {whole}")]
         case events.Reachable(how=how, addresses=addresses):
             return _reached(how, addresses)
@@ -236,7 +235,7 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
 def _on_probation(reason: str) -> str:
     """A `LeftOut.reason` of work on probation, for its maker."""
     _, _, when = reason.rpartition("counts ")
-    return f"your work is good, and is kept; newcomers' work counts after a while, yours {when or 'soon'}"
+    return f"your work is good and is kept; as you are new, it counts {when or 'soon'}"
 
 
 def _thanks(left: events.Left) -> list[Said]:
@@ -305,8 +304,9 @@ def _measured(evaluations: Sequence[Evaluation], scores: Sequence[Score], names:
         marks = [(mark.assigned, mark.other) for said in scores for mark in said.marks]
         rounds = ", ".join(map(str, sorted({said.round for said in scores})))
         own, other = (statistics.median(found) for found in zip(*marks, strict=True)) if marks else (0.0, 0.0)
-        figures = f"an update makes the loss {own:.5f} less on its own text, {other:.5f} on other text"
-        yield Said("info", f"scores of round {rounds}: {figures}, by the median of {count(marks, 'mark')}")
+        figures = f"it lowers the loss by {own:.5f} on its own text, by {other:.5f} on other text"
+        checks = f"in {count(marks, 'check')} of single updates" if marks else "nobody could check an update"
+        yield Said("info", f"work of round {rounds}, {checks}" + (f": the typical one: {figures}" if marks else ""))
 
 
 def _commit(commit: Commit, names: Mapping[str, str]) -> Iterator[Said]:
@@ -321,15 +321,16 @@ def _commit(commit: Commit, names: Mapping[str, str]) -> Iterator[Said]:
             why = "others are like it or against it, or agree with it little"
             yield Said("warning", f"round {commit.round} counts {which}: {why}")
         for left in commit.left_out:
-            without = f"round {commit.round} without replica {left.replica}: {readable(left.reason, names)}"
+            where = f"round {commit.round}: " if left.probation else f"round {commit.round} without "
+            without = f"{where}replica {left.replica}: {readable(left.reason, names)}"
             yield Said("info" if left.probation else "warning", without)
     if commit.decree is not None:
-        yield Said("warning", f"decreed by the operators: {decreed(commit.decree.decree, names)}")
+        yield Said("warning", f"the operators have decided: {decreed(commit.decree.decree, names)}")
     yield from _measured(commit.evaluations, commit.scores, names)
     for joined in commit.joined:
         why = f": {joined.invitation.reason}" if joined.invitation.reason else ""
         by = called(joined.operator, names)
-        yield Said("info", f"{called(joined.peer, names)} comes in, invited by operator {by}{why}")
+        yield Said("info", f"{called(joined.peer, names)} takes part, invited by operator {by}{why}")
 
 
 def _goes_on(chain: events.ChainReconfigured, names: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ from peer import events
 from peer.events import Event, Sink
 from peer.log import reader
 from peer.net import node_calls
-from peer.net.address import peers_of
+from peer.net.address import best_first, is_circuit, peers_of
 from peer.net.base import Clock, Transport
 from peer.net.directory import Contacts, announcements
 from peer.net.node_calls import RosterReader
@@ -121,6 +121,13 @@ class Monitor:
     def nodes(self) -> tuple[str, ...]:
         """The nodes to ask: those of `bootstrap` and the operators'."""
         return tuple(dict.fromkeys((*peers_of(self.bootstrap), *self._contacts.operators)))
+
+    @property
+    def join_line(self) -> str:
+        """What others give to `potluck join`: a node's best address, as typed or as announced, and the run's id."""
+        announced = (a for node in self._contacts.operators if node in self.peers for a in self.peers[node].addresses)
+        found = best_first(a for a in (*self.bootstrap, *announced) if not is_circuit(a))
+        return f"{found[0]}#{self.manifest.run_id}" if found else ""
 
     @property
     def finished(self) -> bool:
@@ -242,6 +249,11 @@ class Replay:
     @property
     def news_age(self) -> None:
         """A recording has none."""
+
+    @property
+    def join_line(self) -> str:
+        """A recording has none."""
+        return ""
 
     async def poll(self, sink: Sink) -> None:
         """Reports everything at once. Raises UsageError if there is nothing."""

@@ -31,8 +31,8 @@ _KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|\x1bO[A-Z]|.", re.DOTALL)
 """An escape sequence, as of an arrow key, or one character."""
 VIEWS = ("run", "chains", "rounds", "credits", "health", "me")
 """In the order of their keys, 1 to 6."""
-HELP = "/ filter p pause q quit"
-"""Fits into 80 characters with the views; arrows and page keys scroll, too."""
+HELP = ("/ filter", "p pause", "q quit")
+"""Fits into 80 characters with the views; as much from its end as there is space for. Arrows and page keys scroll."""
 LONGEST_PATTERN = 40
 SCROLL_LINES = {"\x1b[A": -1, "k": -1, "\x1b[B": 1, "j": 1, "\x1b[5~": -15, "\x1b[6~": 15}
 """By key: arrows, j and k, page up and down."""
@@ -139,7 +139,7 @@ class MonitorScreen(Screen):
 
     leave: called in another thread when the user quits.
     me: the user's own peer.
-    news_age: seconds since a node last answered (peer/ui/monitor.py).
+    news_age, join_line: as of peer/ui/monitor.py.
     """
 
     refresh_per_second = 0.5
@@ -152,6 +152,7 @@ class MonitorScreen(Screen):
         leave: Callable[[], None] = lambda: None,
         me: str | None = None,
         news_age: Callable[[], float | None] = lambda: None,
+        join_line: Callable[[], str] = lambda: "",
     ) -> None:
         super().__init__(manifest, console=console)
         self.changes = 0
@@ -161,14 +162,14 @@ class MonitorScreen(Screen):
         self._paused: RunView | None = None
         self._leave = leave
         self._me = me
-        self._news_age = news_age
+        self._news_age, self._join_line = news_age, join_line
         self._was_silent = False
         self._keys = contextlib.ExitStack()
 
     def state(self) -> State:
         """The present snapshot. Any thread may call it."""
         with self._lock:
-            self.view.news_age = self._news_age()
+            self._ask()
             return state(self.view, time.time())
 
     def version(self) -> tuple[int, int | None]:
@@ -219,6 +220,9 @@ class MonitorScreen(Screen):
             self.browsing = None
         super().__exit__(*error)
 
+    def _ask(self) -> None:
+        self.view.news_age, self.view.join_line = self._news_age(), self._join_line()
+
     def _take(self, event: Event) -> None:
         self.changes += 1
         super()._take(event)
@@ -230,7 +234,7 @@ class MonitorScreen(Screen):
         return news
 
     def _drawn(self, width: int, height: int) -> RenderableType:
-        self.view.news_age = self._news_age()
+        self._ask()
         if self.browsing is None:
             return super()._drawn(width, height)
         shown = self._paused or self.view
@@ -265,6 +269,7 @@ def _keys_line(browsing: Browsing, width: int) -> Text:
     else:
         line.append("  paused" if browsing.paused else "", style="bold")
         line.append(f"  filter: {browsing.pattern} (Esc)" if browsing.pattern else "", style="bold")
-        line.append(f"  {HELP}", style="bright_black")
+        helps = (f"  {' '.join(HELP[at:])}" for at in range(len(HELP)))
+        line.append(next((x for x in helps if line.cell_len + len(x) <= width), ""), style="bright_black")
     line.truncate(width, overflow="ellipsis")
     return line

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 import statistics
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -11,7 +13,7 @@ from dataclasses import dataclass, field
 from peer import events
 from peer.events import Event
 from peer.ui.lines import Note, describe
-from peer.ui.text import LONGEST_TEXT, Names, blocks, called, cleaned, percent, readable
+from peer.ui.text import LONGEST_TEXT, Names, blocks, called, cleaned, percent, readable, said_of
 from protocol.ledger.credits import Credits
 from protocol.planning import memory
 from protocol.round.attestations import RoundAttestations, Witnesses
@@ -19,7 +21,8 @@ from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import NODE_DEVICE, Announcement, ChainReport
 from protocol.wire.claims import Evaluation
-from protocol.wire.commit import Diverged
+from protocol.wire.commit import Diverged, LeftOut
+from protocol.wire.decree import CLOSE, OPEN
 from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.schema import extend
 
@@ -40,6 +43,8 @@ MOST_EVALUATIONS = 32
 MOST_FORKS = 5
 MOST_LEFT_OUT = 5
 NODE_SOURCE = "bootstrap"
+_REPLICA = re.compile(r"\breplica (\d{1,9})\b(: (?:peer )?([^:]+)(?=: ))?")
+"""A replica's number in a message, and whom the message names behind it."""
 WAITS = {"computing": "◄", "forward": "→", "backward": "←"}
 """Marks of a chain's bottleneck in tables, in the row of its stage."""
 LEGEND = "◄ its chain waits for it; → ← for the link to it"
@@ -181,11 +186,15 @@ class ChainView:
 
 @dataclass(frozen=True, slots=True)
 class LeftOutView:
-    """A replica whose work is not in a round."""
+    """A replica whose work is not in a round, or is a newcomer's and has no weight yet."""
 
     replica: str
     """Its name."""
     reason: str
+    probation: bool = False
+    """Whether its work is good and kept, since its makers are new."""
+    peers: tuple[str, ...] = ()
+    """Its peers; none if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +212,9 @@ class RoundView:
     """Replicas whose work is in it."""
     bytes: int
     left_out: tuple[LeftOutView, ...]
-    """Replicas whose work is not in it, five at most."""
+    """Replicas whose work is not in it, five at most; newcomers on probation after the others."""
     left_out_total: int
-    """How many that are."""
+    """How many were left out; newcomers on probation are not."""
     held_out: float | None = None
     """Median loss of the state after it on text that is not trained on, nats per token; null if not measured."""
 
@@ -306,7 +315,7 @@ class RunView:
     left_out: tuple[LeftOutView, ...] = ()
     """Those of the last commit."""
     left_out_total: int = 0
-    """Replicas that all commits left out."""
+    """Replicas that all commits left out; newcomers on probation are not."""
     compared: ComparisonView | None = None
     notes: deque[Note] = field(default_factory=lambda: deque(maxlen=MOST_MESSAGES))
     began: float | None = None
@@ -334,11 +343,17 @@ class RunView:
     _witnesses: Witnesses = field(default_factory=Witnesses)
     _tokens: dict[int, int] = field(default_factory=dict)
     _refused: dict[str, int] = field(default_factory=dict)  # by node since its start
+    is_open: bool = field(init=False)
+    """Whether anybody may take part, by the newest decree."""
+    join_line: str = ""
+    """The address to join, without an invitation; empty if unknown."""
     _decreed: int | None = None
     _idle: int = 0
+    _former: dict[int, str] = field(default_factory=dict)  # names of the replicas of the plan before the newest
 
     def __post_init__(self) -> None:
         self.credits = Credits(self.manifest.model.n_layers)
+        self.is_open = self.manifest.admission.is_open
         self.operators, self.quorum = self.manifest.operators, self.manifest.quorum
 
     # --- what is shown
@@ -386,12 +401,13 @@ class RunView:
 
     @property
     def eta(self) -> float | None:
-        """Seconds to the last commit at the pace of the newest rounds; None if unknown."""
-        last = list(self.recent)[-PACE_ROUNDS - 1 :]
-        if self.is_silent or self.finished or len(last) < 2:
+        """Seconds to the last commit at the pace of the newest rounds with work; None if unknown, or nobody trains."""
+        worked = [r.seconds for r in self.recent if r.seconds and r.replicas][-PACE_ROUNDS:]
+        trains = any(p.here and p.replica is not None for p in self.peers.values())
+        if self.is_silent or self.finished or not worked or not trains:
             return None
-        seconds_per_round = (last[-1].time - last[0].time) / (last[-1].round - last[0].round)
-        return max(0.0, seconds_per_round * (self.last_round - last[-1].round) - (self.now - last[-1].time))
+        a_round = statistics.median(worked)  # one that waited for peers says nothing of the others
+        return a_round * (self.last_round - self.recent[-1].round) - min(a_round, self.now - self.recent[-1].time)
 
     @property
     def curve(self) -> list[tuple[float, float]]:
@@ -445,7 +461,21 @@ class RunView:
             if replica.number == number:
                 chains = sum(r.is_chain for r in self.replicas[:place])
                 return f"chain {chains}" if replica.is_chain else self.name(replica.peers[0])
-        return f"replica {number}"
+        return self._former.get(number, f"replica {number}")
+
+    def named(self, left: LeftOutView) -> LeftOutView:
+        """A replica that was left out, by the names that are known now."""
+        name = self.name(left.peers[0]) if len(left.peers) == 1 else left.replica
+        return dataclasses.replace(left, replica=name, reason=said_of(name, readable(left.reason, self.names)))
+
+    def message(self, text: str) -> str:
+        """A message with the names of replicas in place of their numbers, each once."""
+
+        def name(found: re.Match[str]) -> str:
+            name = self.replica_name(int(found[1]))
+            return name if found[3] in (None, name) else name + found[2]
+
+        return _REPLICA.sub(name, text)
 
     # --- events
 
@@ -493,7 +523,7 @@ class RunView:
                 if source in self.relays or len(self.relays) < len(self.operators):
                     self.relays[source] = relayed
             case events.Forked(round=round):
-                text = f"round {round} has two decided commits"
+                text = f"round {round} has two decided results"
                 if text not in self.forks and len(self.forks) < MOST_FORKS:
                     self.forks.append(text)
             case events.RunFinished(state_digest=digest):
@@ -503,7 +533,8 @@ class RunView:
                 if p.here and p.device != NODE_DEVICE:
                     p.phase = "finished"
                     p.measured(None)
-        self.notes.extend(Note(event.time, level, text[:LONGEST_TEXT]) for level, text in describe(event, self.names))
+        for level, text in describe(event, self.names):
+            self.notes.append(Note(event.time, level, self.message(text)[:LONGEST_TEXT]))
 
     def _peer(self, peer: str) -> PeerView:
         if peer not in self.peers:
@@ -565,7 +596,7 @@ class RunView:
         p = self._peer(peer)
         ended = round - (p._counted or 0)
         if ended > 0:
-            if p._counted is not None or round == 1:
+            if p._counted is not None:  # before its first round it has measured its line
                 before = p._totals if totals >= p._totals else (0, 0)  # of a process before
                 p.sent_bytes, p.written_bytes = (totals[0] - before[0]) // ended, (totals[1] - before[1]) // ended
                 p.dense_bytes = self._dense(p, ((p.position > 0) + (p.position < p.stages - 1)) * boundary_tokens)
@@ -593,10 +624,11 @@ class RunView:
         self.held_out.add(commit.evaluations)
         self._tokens = {c.replica: c.tokens for c in commit.contributions}
         self._witnesses.count({peer: c.tokens for c in commit.contributions for peer in c.peers}, commit.plan)
-        self.left_out = tuple(
-            LeftOutView(self.replica_name(x.replica), readable(x.reason, self.names)) for x in commit.left_out
-        )
-        self.left_out_total += len(self.left_out)
+        if commit.decree is not None and commit.decree.decree.action in (OPEN, CLOSE):
+            self.is_open = commit.decree.decree.action == OPEN
+        self.left_out = tuple(sorted(map(self._left_out, commit.left_out), key=lambda left: left.probation))
+        without = sum(not left.probation for left in self.left_out)
+        self.left_out_total += without
         follows = before is not None and commit.round == before.round + 1 and when > before.time
         self.recent.append(
             RoundView(
@@ -608,7 +640,7 @@ class RunView:
                 replicas=len(commit.contributions),
                 bytes=sum(c.size for c in commit.contributions),
                 left_out=self.left_out[:MOST_LEFT_OUT],
-                left_out_total=len(self.left_out),
+                left_out_total=without,
             )
         )
         if commit.round:
@@ -621,7 +653,12 @@ class RunView:
         if commit.plan is not None:
             self._plan(commit.plan)
 
+    def _left_out(self, left: LeftOut) -> LeftOutView:
+        planned = next((replica.peers for replica in self.replicas if replica.number == left.replica), ())
+        return LeftOutView(self.replica_name(left.replica), left.reason, left.probation, left.peers or planned)
+
     def _plan(self, plan: Plan) -> None:
+        self._former = {replica.number: self.replica_name(replica.number) for replica in self.replicas}
         self.replicas = plan.replicas
         before = {peer: p.place for peer, p in self.peers.items()}
         for p in self.peers.values():

@@ -1,7 +1,7 @@
 """The live screen of `potluck demo` and `potluck monitor`, drawn from events (peer/ui/run_view.py).
 
 No information is in colour alone. `NO_COLOR` is honoured, and an output that is not UTF-8 gets plain ASCII. A frame has
-exactly the requested size, 60 x 12 characters or more; one of fewer than 20 lines has no curve.
+exactly the requested size, 60 x 12 characters or more; one of fewer than 16 lines has no panel of the run.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Point = tuple[float, float]
 SKY, ORANGE, BLUE, GREEN, RED = "#2E93D0", "#C07A00", "#0072B2", "#009E73", "#DC3545"
 GRAY = "bright_black"
 LEVEL_STYLES = {"info": "", "good": GREEN, "warning": ORANGE, "error": f"bold {RED}"}
-SAMPLE_ROWS, SAMPLE_CHARACTERS = 12, 120
-"""Lines of facts from which on the model's sample is shown, and its length."""
+SAMPLE_ROWS = 12
+"""Lines of facts above and below the model's sample, which has the lines that are left."""
 FACT_LABEL_WIDTH = 13
 """Characters of a fact's label, the border and the space between."""
 LEAST_NOTES = 3
-LEAST_PLOT = 8
-"""Lines of the curve if the tables need space; with many peers it has a third."""
+LEAST_FACTS, LEAST_PLOT = 5, 8
+"""Lines of the panel of the run without and with the curve if the tables need space; with many peers it has a third."""
 NAME_WIDTH = LONGEST_NAME + 1 + ID_END
 PEERS_WIDTH = 132
 """Widest row of the table of peers that the eye can follow."""
@@ -154,14 +154,15 @@ def render(view: RunView, width: int, height: int, *, ascii_only: bool = False) 
     notes = _note_rows(view, height)
     plot = busy = 0
     rows = height - 2 - notes
-    if height >= 20:
+    if _least_plot(height):
         rows = max(4, min(len(view.peers) + 3, _table_rows(height, notes)))
         busy = _busy_rows(view, height - 2 - notes - rows - LEAST_PLOT)
-        plot = min(20, height - 2 - notes - rows - busy)
-        notes = height - 2 - rows - busy - plot
-    parts: list[RenderableType] = [_title(view, width), _bar(view, width)]
-    if plot:
-        facts = min(46, max(38, width * 2 // 5))
+        plot = height - 2 - notes - rows - busy
+    parts: list[RenderableType] = [_title(view, width), _bar(view, width, with_loss=not plot)]
+    if 0 < plot < LEAST_PLOT - 1:
+        parts.append(panel("run", _facts(view, plot - 2, width - FACT_LABEL_WIDTH), width, plot, ascii_only))
+    elif plot:
+        facts = min(46, max(34 if width < 70 else 38, width * 2 // 5))
         grid = Table.grid(padding=0)
         grid.add_column(width=width - facts)
         grid.add_column(width=facts)
@@ -182,15 +183,20 @@ def render(view: RunView, width: int, height: int, *, ascii_only: bool = False) 
 
 def _note_rows(view: RunView, height: int) -> int:
     """Lines of the panel of messages; the table of peers may take all but LEAST_NOTES."""
-    most = 0 if height < 14 else 5 if height < 30 else 8
+    most = 0 if height < 14 else 5 if height < 30 else 8 if height < 50 else 12
     enough = (n for n in range(most, LEAST_NOTES, -1) if _table_rows(height, n) >= len(view.peers) + 3)
     return next(enough, min(most, LEAST_NOTES))
 
 
 def _table_rows(height: int, notes: int) -> int:
     """Most lines of the table of peers, given `notes` lines of messages."""
-    free = height - 2 - notes
-    return free if height < 20 else free - max(LEAST_PLOT, free // 3)
+    free, least = height - 2 - notes, _least_plot(height)
+    return free - max(least, free // 3) if least else free
+
+
+def _least_plot(height: int) -> int:
+    """Least lines of the panel of the run; 0 if there is no space for it."""
+    return 0 if height < 16 else LEAST_FACTS if height < 20 else LEAST_PLOT
 
 
 def _busy_rows(view: RunView, free: int) -> int:
@@ -243,9 +249,6 @@ def panel(title: str, body: RenderableType, width: int, height: int, ascii_only:
 
 def _title(view: RunView, width: int) -> Text:
     manifest = view.manifest
-    left = Text.assemble(
-        (" potluck ", f"bold reverse {SKY}"), (f" {manifest.name}", "bold"), (f" · run {manifest.run_id[:8]}", GRAY)
-    )
     if view.finished:
         text = f"finished {number(view.last_round, 'round')}"
     elif view.round == 0:
@@ -258,13 +261,18 @@ def _title(view: RunView, width: int) -> Text:
         text += f" · {duration(view.eta)} left"
     elif view.began is not None and view.finished:
         text += f" in {duration(view.now - view.began)}"
+    left = Text.assemble((" potluck ", f"bold reverse {SKY}"), (f" {manifest.name}", "bold"))
+    if left.cell_len + len(text) + 20 <= width:
+        left.append(f" · run {manifest.run_id[:8]}", style=GRAY)
     left.truncate(max(0, width - len(text) - 2), overflow="ellipsis")
     style = LEVEL_STYLES["error"] if view.is_silent else "bold"
     return Text.assemble(left, " " * max(1, width - left.cell_len - len(text) - 1), (text, style), no_wrap=True)
 
 
-def _bar(view: RunView, width: int) -> Text:
+def _bar(view: RunView, width: int, *, with_loss: bool) -> Text:
     label = f" {view.progress * 100:3.0f} % "
+    if with_loss and view.losses:
+        label += f"· loss {view.losses[-1][1]:.3f} "
     free = width - len(label) - 1
     filled = view.progress * free
     whole = int(filled)
@@ -277,7 +285,9 @@ def _curve(view: RunView, width: int, height: int, ascii_only: bool) -> Panel:
     curve = view.curve or marks
     lines = chart(curve, marks, width - 4, height - 2, ascii_only=ascii_only, x_label="rounds")
     dots = " · ●: a round begins" if shows_marks(curve, marks, width - 4) else ""
-    return panel(f"loss, nats per token{dots}", Group(*lines), width, height, ascii_only)
+    titles = (f"loss, nats per token{dots}", f"loss{dots}", "loss, nats per token", "loss")
+    title = next((title for title in titles if len(title) <= width - 6), titles[-1])
+    return panel(title, Group(*lines), width, height, ascii_only)
 
 
 def _facts(view: RunView, rows: int, width: int) -> Table:
@@ -289,14 +299,14 @@ def _facts(view: RunView, rows: int, width: int) -> Table:
     spares = sum(p.role == "spare" and p.here for p in view.peers.values())
     counted = f"{full} full, {number(chains, 'chain')}"
     whole = counted + (f", {number(spares, 'spare')}" if spares else "")
-    table.add_row("replicas", whole if len(whole) <= width else counted)
     table.add_row("loss", _loss(view))
     measured = view.held_out.newest
     if measured is not None:
         table.add_row("held out", _held_out(measured))
         if measured.sample and rows > SAMPLE_ROWS:
-            table.add_row("it writes", Text(readable(measured.sample, {}, SAMPLE_CHARACTERS)))
-    table.add_row("digests", _digests(view))
+            table.add_row("it writes", Text(readable(measured.sample, {}, (rows - SAMPLE_ROWS + 2) * (width - 4))))
+    table.add_row("replicas", whole if len(whole) <= width else counted)
+    table.add_row("copies", _digests(view))
     traffic = view.traffic
     if traffic is None:
         table.add_row("sent", Text("-", style=GRAY))
@@ -308,9 +318,13 @@ def _facts(view: RunView, rows: int, width: int) -> Table:
         table.add_row("sent", Text.assemble((size(sent), "bold"), f" in a round{disk}"))
         more = (f"  {times(dense / sent)} as much", f"bold {GREEN}") if dense > sent else ""
         table.add_row("in fp32", Text.assemble(size(dense), more))
-    for x in view.left_out[: max(1, rows // 4)]:
+    left_out = [view.named(x) for x in view.left_out]
+    without = [x for x in left_out if not x.probation]
+    for x in without[: max(1, rows // 4)]:
         table.add_row("left out", Text(f"! {x.replica}: {x.reason}", style=ORANGE))
-    if not view.left_out:
+    if new := [x.replica for x in left_out if x.probation]:
+        table.add_row("new", Text(f"{new[0] if len(new) == 1 else len(new)}: work is kept"))
+    if not without:
         table.add_row(
             "left out", f"nobody now, {view.left_out_total:,} so far" if view.left_out_total else "nobody so far"
         )
@@ -333,14 +347,14 @@ def _held_out(found: HeldOutView) -> Text:
 
 def _digests(view: RunView) -> Text:
     if view.finished and view.state_digest:
-        return Text(f"✓ equal · {view.state_digest[:10]}", style=GREEN)
+        return Text(f"✓ all equal · {view.state_digest[:10]}", style=GREEN)
     found = view.compared
     if found is None or (found.peers is None and not found.wrong):
         if found is None or found.round < 1:
-            return Text("not yet compared", style=GRAY)
-        return Text(f"✓ none differs, round {found.round}", style=GREEN)
+            return Text("not compared yet", style=GRAY)
+        return Text(f"✓ all equal, round {found.round}", style=GREEN)
     if not found.wrong:
-        return Text(f"✓ equal, round {found.round} ({found.peers})", style=GREEN)
+        return Text(f"✓ all {found.peers} equal, round {found.round}", style=GREEN)
     first = found.wrong[0]
     more = f" (+{len(found.wrong) - 1})" if len(found.wrong) > 1 else ""
     return Text(f"✗ {view.name(first.peer)} differs in {first.shard}{more}", style=f"bold {RED}")
@@ -384,8 +398,10 @@ def peers_table(view: RunView, width: int, rows: int) -> Table:
         table.add_column("busy", justify="right", no_wrap=True, min_width=6)
     table.add_column("step", justify="right", no_wrap=True, min_width=5)
     table.add_column("loss", justify="right", no_wrap=True, min_width=5)
-    table.add_column("sent", justify="right", no_wrap=True, min_width=7)
-    if wide or not busy:
+    roomy = width >= 64
+    if roomy:
+        table.add_column("sent", justify="right", no_wrap=True, min_width=7)
+    if wide or (roomy and not busy):
         table.add_column("fp32/sent" if wide else "saves", justify="right", no_wrap=True, min_width=5)
     listed = view.listed()
     shown = listed if len(listed) <= rows else listed[: max(0, rows - 1)]
@@ -408,9 +424,10 @@ def peers_table(view: RunView, width: int, rows: int) -> Table:
         cells += [
             f"{p.step}/{p.steps}" if trains and p.phase != "finished" else "-",
             f"{p.loss:.3f}" if trains and p.loss is not None else "-",
-            size(p.sent_bytes) if p.sent_bytes is not None else "-",
         ]
-        if wide or not busy:
+        if roomy:
+            cells.append(size(p.sent_bytes) if p.sent_bytes is not None else "-")
+        if wide or (roomy and not busy):
             cells.append(times(p.dense_bytes / p.sent_bytes) if p.sent_bytes and p.dense_bytes else "-")
         table.add_row(*cells)
     if len(shown) < len(listed):
@@ -528,9 +545,10 @@ def chart(
     ticks = {0: high, plot_height - 1: low}
     if plot_height >= 5:
         ticks[plot_height // 2] = high - (high - low) * (plot_height // 2 + 0.5) / plot_height
+    digits = next((n for n in (2, 3) if len({f"{tick:.{n}f}" for tick in ticks.values()}) == len(ticks)), 4)
     out = []
     for y in range(plot_height):
-        text = Text(_tick(ticks[y]) if y in ticks else " " * (TICK_WIDTH + 1), style=GRAY)
+        text = Text(_tick(ticks[y], digits) if y in ticks else " " * (TICK_WIDTH + 1), style=GRAY)
         text.append(("+" if ascii_only else "┤") if y in ticks else ("|" if ascii_only else "│"), style=GRAY)
         for x in range(plot_width):
             if (y, x) in marked:
@@ -548,9 +566,9 @@ def chart(
     return out
 
 
-def _tick(value: float) -> str:
+def _tick(value: float, digits: int) -> str:
     """The label of a tick, of constant width."""
-    shown = f"{value:{TICK_WIDTH}.2f}"
+    shown = f"{value:{TICK_WIDTH}.{digits}f}"
     return (shown if len(shown) <= TICK_WIDTH else f"{value:{TICK_WIDTH}.0e}") + " "
 
 

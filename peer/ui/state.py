@@ -18,6 +18,7 @@ from peer.ui.contributors import Contributor, contributors
 from peer.ui.lines import Note
 from peer.ui.run_view import Bottleneck, ComparisonView, HeldOutView, PeerView, RoundView, RunView
 from peer.ui.text import cleaned
+from protocol.run import layout
 from protocol.wire.announcement import NODE_DEVICE
 from protocol.wire.commit import votes_needed
 from protocol.wire.schema import plain
@@ -29,6 +30,7 @@ MOST_CONTRIBUTORS = 200
 MOST_ROUNDS = 30
 MOST_DIVERGED = 5
 MOST_MESSAGES = 40
+MOST_SAMPLES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,30 @@ class ReplicaView:
     """A chain's bottleneck, for a reader; empty if unknown."""
     bottleneck: Bottleneck | None
     """The same as data; null if unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What a run trains and how to take part, for somebody who sees it for the first time."""
+
+    parameters: int
+    """Of the model."""
+    context: int
+    """Tokens that the model reads at once."""
+    mirrors: tuple[str, ...]
+    """Where the text comes from; none if the peers have it from the operators."""
+    is_open: bool
+    """Whether anybody may take part; else an operator invites."""
+    join_line: str
+    """What follows `potluck join`; empty if unknown, or by invitation only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleView:
+    """What the model wrote after a round."""
+
+    round: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +116,8 @@ class State:
 
     run: str
     name: str
+    about: About
+    """What it trains and how to take part."""
     time: float
     """Now, Unix seconds on the monitor's clock."""
     heard: float | None
@@ -117,6 +145,8 @@ class State:
     """Nats per token of the newest round."""
     held_out: HeldOutView | None
     """The newest state that was measured on held-out text; null before the first."""
+    samples: tuple[SampleView, ...]
+    """What the model wrote in the course of the run, the newest first, 8 at most."""
     tokens_per_second: float | None
     """In the newest rounds."""
     peers_here: int
@@ -182,6 +212,13 @@ def state(view: RunView, now: float) -> State:
     return State(
         run=manifest.run_id,
         name=cleaned(manifest.name),
+        about=About(
+            parameters=layout.total_parameters(manifest.model),
+            context=manifest.model.context,
+            mirrors=manifest.data.mirrors,
+            is_open=view.is_open,
+            join_line=view.join_line if view.is_open else "",
+        ),
         time=now,
         heard=None if view.news_age is None else now - view.news_age,
         news_age_seconds=view.news_age,
@@ -196,6 +233,7 @@ def state(view: RunView, now: float) -> State:
         tokens=view.credits.tokens,
         loss=losses[-1][1] if losses else None,
         held_out=view.held_out.newest,
+        samples=tuple(_samples(view)),
         tokens_per_second=view.tokens_per_second,
         peers_here=sum(p.here for p in listed),
         sent_bytes=traffic[0],
@@ -239,8 +277,16 @@ def _chart(points: Iterable[tuple[float, float | None]]) -> tuple[Point, ...]:
 
 
 def _round(decided: RoundView, view: RunView) -> RoundView:
-    measured = view.held_out.found.get(decided.round)
-    return decided if measured is None else dataclasses.replace(decided, held_out=measured.loss)
+    measured, left_out = view.held_out.found.get(decided.round), tuple(map(view.named, decided.left_out))
+    return dataclasses.replace(decided, left_out=left_out, held_out=None if measured is None else measured.loss)
+
+
+def _samples(view: RunView) -> Iterator[SampleView]:
+    """The newest sample, and others evenly from the whole run."""
+    found = [x for x in view.held_out.found.values() if x.sample]
+    for back in range(most := min(MOST_SAMPLES, len(found))):
+        x = found[-1 - back * (len(found) - 1) // max(1, most - 1)]
+        yield SampleView(round=x.round, text=x.sample)
 
 
 def _replicas(view: RunView) -> Iterator[ReplicaView]:

@@ -62,6 +62,11 @@ def readable(text: str, names: Mapping[str, str], limit: int = 160) -> str:
     return shown[:limit] + ("…" if len(shown) > limit else "")
 
 
+def said_of(name: str, text: str) -> str:
+    """A sentence about `name`, without that name in front, which stands before it already."""
+    return re.sub(rf"^(?:peer )?{re.escape(name)}: ", "", text)
+
+
 def clean(text: object, limit: int = 160) -> str:
     """Makes another peer's text printable and short."""
     whole = str(text)

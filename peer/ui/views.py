@@ -23,8 +23,9 @@ from protocol.ledger.credits import Credits
 Row = tuple[Text | str, ...]
 SCROLLING = "arrows scroll"
 _REACHED = {
-    "direct": "reached directly", "mapped": "reached through a port of the router",
-    "private": "reached by a relay or a hole through the router", "unknown": "how they are reached is not known yet",
+    "direct": "reached directly", "mapped": "reached through an open port of the router",
+    "private": "behind a router, reached by a relay or by hole punching",
+    "unknown": "not known yet how they are reached",
 }  # fmt: skip
 _ROLES = {"full": "a full replica", "spare": "a spare", "joining": "joining a replica", "waiting": "waiting for a plan"}
 
@@ -69,7 +70,12 @@ def _dated(made: Sheet, state: State) -> Sheet:
 def mine(state: State, credits: Credits, peer: str | None) -> Sheet:
     """The view of the user's own peer, if there is one."""
     if peer is None:
-        rows: list[Row] = [("this folder has no peer; give --dir with the folder with which you joined",)]
+        rows: list[Row] = [("you have no peer in this folder (--dir names another folder)",)]
+        if state.about.join_line:
+            rows.append(("",))
+            rows += [(line,) for line in ("to take part with this machine:", f"potluck join {state.about.join_line}")]
+        elif not state.about.is_open:
+            rows.append(("this run is by invitation: one of its operators can give you a line to join",))
         return Sheet("me", (Column("", left=True, wide=True),), rows)
     now = next((p for p in state.peers if p.peer == peer), None)
     when = f"at {clock(state.heard)}" if state.silent and state.heard is not None else "now"
@@ -185,8 +191,9 @@ def _steps(p: PeerView) -> bool:
 def _rounds(state: State) -> Sheet:
     rows: list[Row] = []
     for r in state.recent:
-        why = "; ".join(f"{x.replica}: {x.reason}" for x in r.left_out)
-        more = r.left_out_total - len(r.left_out)
+        why, more = "; ".join(f"{x.replica}: {x.reason}" for x in r.left_out), r.left_out_total
+        more -= sum(not x.probation for x in r.left_out)
+        level = "warning" if r.left_out_total else "info"
         rows.append((
             str(r.round),
             clock(r.time),
@@ -197,7 +204,7 @@ def _rounds(state: State) -> Sheet:
             _number(r.loss),
             _number(r.held_out),
             size(r.bytes),
-            Text(why + (f"; {more} more" if more else ""), style=LEVEL_STYLES["warning"]),
+            Text(why + (f"; {more} more" if more else ""), style=LEVEL_STYLES[level]),
         ))  # fmt: skip
     columns = (
         Column("round"), Column("decided", 90), Column("took"), Column("replicas"), Column("tokens"),
@@ -211,17 +218,20 @@ def _contributors(state: State) -> Sheet:
     rows: list[Row] = [
         (
             str(c.rank), Text(c.name, style="bold"), f"{c.tokens:,}", f"{c.share:.1%}", f"{c.rounds:,}",
-            f"{c.streak:,}", f"{c.left_out:,}", c.reason,
+            f"{c.streak:,}", f"{c.probation:,}", f"{c.left_out:,}", c.reason,
         )
         for c in state.contributors
     ]  # fmt: skip
     columns = (
         Column(""), Column("peer", left=True), Column("tokens"), Column("share"), Column("rounds"), Column("in a row"),
-        Column("left out"), Column("the last time because", 90, left=True, wide=True),
+        Column("probation"), Column("left out"), Column("the last time because", 90, left=True, wide=True),
     )  # fmt: skip
     total = state.contributors_total
     shown = count(range(total), "contributor") if total == len(rows) else f"the first {len(rows)} of {total:,}"
-    return Sheet(f"credits: {shown}, {state.tokens:,} tokens", columns, rows)
+    legend = (
+        "probation: rounds whose work is kept, and counts later" if any(c.probation for c in state.contributors) else ""
+    )
+    return Sheet(f"credits: {shown}, {state.tokens:,} tokens", columns, rows, legend)
 
 
 def _health(state: State) -> Sheet:
@@ -249,21 +259,20 @@ def _checks(state: State) -> Iterator[tuple[str, str]]:
     for fork in health.forks:
         yield "error", fork
     if not health.forks:
-        yield "good", "no fork was seen: of no round are two results known"
+        yield "good", "every round has one result, the same from all nodes"
     names = {p.peer: p.name for p in state.peers} | {o.peer: o.name for o in health.operators}
     if (compared := health.compared) is None:
-        yield "info", "the peers' copies of the model are not compared yet"
+        yield "info", "the peers' models are not compared yet"
     elif not compared.wrong:
-        yield "good", f"the peers' copies of the model have the same bits after round {compared.round}"
+        yield "good", f"all peers have the same model, bit by bit, after round {compared.round}"
     else:
         for d in compared.wrong:
-            yield "error", f"{called(d.peer, names)} has other bits in {d.shard} after round {compared.round}"
+            yield "error", f"{called(d.peer, names)} has a different model: {d.shard} after round {compared.round}"
     for how, n in health.reachable.items():
         if n:
             yield "info", f"{number(n, 'peer')}: {_REACHED[how]}"
     for node, x in health.relays.items():
         text = f"{called(node, names)} relays {x.circuits} streams at {x.bps / 1e6:.1f} Mb/s"
         yield "info", f"{text}; {size(x.bytes)} since the start, {x.refused} refused"
-    yield "info", f"left out in all rounds: {number(health.left_out_total, 'replica')}"
-    refused = number(health.refused_total, "time")
-    yield "info", f"peers that used too much of a bootstrap node were refused {refused}"
+    yield "info", f"left out so far, newcomers aside: the work of {number(health.left_out_total, 'replica')}"
+    yield "info", f"asked too much of a bootstrap node, and was refused: {number(health.refused_total, 'time')}"

@@ -1,4 +1,4 @@
-"""Web server of `potluck monitor`: a page, `/state.json` and `/metrics`, for untrusted clients.
+"""Web server of `potluck monitor`: a page, `/state.json`, `/join.svg` and `/metrics`, for untrusted clients.
 
 It answers only GET and HEAD of these paths. Requests, answers and connections are limited in size, time and number. An
 answer is made at most once in FRESH_SECONDS, and once in SAME_SECONDS if nothing has happened.
@@ -21,6 +21,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+from peer.ui.state import State, to_json
 from protocol.errors import UsageError
 
 PAGE = Path(__file__).parent.parent / "assets" / "monitor.html"
@@ -85,7 +86,8 @@ def page() -> Answer:
     text = PAGE.read_text(encoding="utf-8")
     script, style = (_digests(text, name) for name in ("script", "style"))
     policy = (
-        f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:;"
+        f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self';"
+        " img-src 'self' data:;"
         " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return answer("text/html; charset=utf-8", text, policy=policy)
@@ -97,7 +99,28 @@ def _digests(text: str, element: str) -> str:
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(x.encode()).digest()).decode()}'" for x in inner)
 
 
+def join_code(state: State) -> str:
+    """The command to join as a QR code in SVG; an empty picture if anybody may not."""
+    import segno
+
+    if not state.about.join_line:
+        return '<svg xmlns="http://www.w3.org/2000/svg"/>'
+    made, out = segno.make_qr(f"potluck join {state.about.join_line}", error="l"), io.BytesIO()
+    made.save(out, kind="svg", light="#fff", omitsize=True, xmldecl=False)
+    return out.getvalue().decode()
+
+
 Paths = Mapping[str, Callable[[], Answer]]
+
+
+def site(state: Callable[[], State], version: Callable[[], object]) -> Paths:
+    """The page and what it asks for. version: as of CachedAnswer."""
+    shown = page()
+    return {
+        "/": lambda: shown,
+        "/state.json": CachedAnswer("application/json", lambda: to_json(state()), version),
+        "/join.svg": CachedAnswer("image/svg+xml", lambda: join_code(state()), version),
+    }
 
 
 class _Handler(BaseHTTPRequestHandler):

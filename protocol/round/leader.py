@@ -75,10 +75,8 @@ class Outcome:
 def _on_probation(standing: Standing, contribution: Contribution, counted: int) -> LeftOut:
     """`counted`: how many replicas' work counts."""
     left = max(standing.left(peer) for peer in contribution.peers) - standing.compares(counted)
-    when = f"after {left} more round{'s' * (left > 1)}" if left else "from the next round on"
-    return _left_out(
-        contribution, f"on probation, and nothing is wrong with it; its work counts {when}", probation=True
-    )
+    when = f"after {left} more round{'s' * (left > 1)}" if left else "after this round"
+    return _left_out(contribution, f"new here; its work is kept, and counts {when}", probation=True)
 
 
 def _left_out(

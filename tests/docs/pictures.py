@@ -36,7 +36,6 @@ from peer.ui.monitor import Monitor, Replay
 from peer.ui.monitor_screen import VIEWS, Browsing, MonitorScreen, draw
 from peer.ui.run_view import RunView
 from peer.ui.screen import render
-from peer.ui.state import to_json
 from protocol.run.manifest import Manifest
 from tests.docs import recording
 from tests.docs.browser import Browser
@@ -47,11 +46,11 @@ MOMENT = 0.715
 """The share of the run after which pictures are taken: half of one of the demo's thirty rounds is over."""
 LAST = 60
 """Round of what is made up."""
-SIZES = ((80, 24), (120, 40), (200, 60))
+SIZES = ((60, 20), (80, 24), (120, 40), (200, 60))
 """Characters."""
 DEMO, SHOWN = (122, 36), (110, 26)
 """Those of the documents' pictures: of the demo, and of a monitor's view."""
-WINDOWS = {"phone": (390, 844), "desk": (1280, 900)}
+WINDOWS = {"phone": (360, 780), "desk": (1440, 900)}
 """Pixels."""
 READY = "document.querySelector('#cards section') !== null"
 FONT = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace'
@@ -166,11 +165,7 @@ def made_up(peers: int) -> MonitorScreen:
 @contextlib.contextmanager
 def served(screen: MonitorScreen) -> Iterator[str]:
     """The address of the web page of a monitor that knows this."""
-    page, state = (
-        web.page(),
-        web.CachedAnswer("application/json", lambda: to_json(screen.state()), lambda: screen.changes),
-    )
-    with web.Server(("127.0.0.1", 0), {"/": lambda: page, "/state.json": state}) as server:
+    with web.Server(("127.0.0.1", 0), web.site(screen.state, lambda: screen.changes)) as server:
         yield server.url
 
 

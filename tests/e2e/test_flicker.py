@@ -93,7 +93,7 @@ WATCH = """
             for (const kind of ["added", "removed"])
                 for (const node of one[kind + "Nodes"])
                     if (node instanceof Element) changes[kind].push(node.nodeName);
-            if (one.type !== "childList" && one.target.parentElement?.id !== "when") changes.other += 1;
+            if (one.type !== "childList" && !one.target.parentElement?.closest(".age")) changes.other += 1;
         }
     }).observe(document.body, { childList: true, subtree: true, attributes: true, characterData: true });
     new PerformanceObserver((all) => {

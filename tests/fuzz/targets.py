@@ -287,7 +287,7 @@ class FakeStream:
             raise Ended(self.remote, "stream: has ended")
         frame = self._frames.pop(0)
         if len(frame) > limit:
-            raise Closed(self.remote, "stream: it sent a frame over the limit; open it again")
+            raise Closed(self.remote, "stream: it sent a frame over the limit; try again")
         return frame
 
     async def finish(self) -> None:

@@ -35,7 +35,7 @@ class RelayFault(Closed):
     """A relayed stream is over because of its relay. `what`: CHANGED, GONE, LATE, or what begins with SILENT."""
 
     def __init__(self, peer: str, relay: str, name: str, what: str) -> None:
-        text = f"stream {name} with {short_peer(peer)}: relay {short_peer(relay)} {what}; open it again"
+        text = f"stream {name} with {short_peer(peer)}: relay {short_peer(relay)} {what}; try again"
         super().__init__(peer, text)
         self.relay = relay
         self.what = what
@@ -188,7 +188,7 @@ class Channel:
         except NoiseError:
             self._fail(CHANGED)
         except FrameError as error:
-            text = f"stream {self._name} with {short_peer(self._peer)}: it sent {error}; open it again"
+            text = f"stream {self._name} with {short_peer(self._peer)}: it sent {error}; try again"
             self._over(Closed(self._peer, text), lost=True)
             self.close()
         except RemoteError:  # the stream to the relay is over
@@ -246,7 +246,7 @@ class Channel:
             raise self._error
 
     def _gone(self) -> Closed:
-        text = f"stream {self._name} with {short_peer(self._peer)}: the peer has closed it; open it again"
+        text = f"stream {self._name} with {short_peer(self._peer)}: the peer has closed it; try again"
         return Closed(self._peer, text)
 
     def _fail(self, what: str) -> Closed:

@@ -216,8 +216,8 @@ def test_a_newcomers_work_has_no_weight_for_its_rounds_and_then_counts() -> None
         reasons.append(out.reason)
         assert of_standing(standing.of(driver.manifest, driver.commits[:-1]), commit) == []
     assert reasons == [
-        "peer new: on probation, and nothing is wrong with it; its work counts after 1 more round",
-        "peer new: on probation, and nothing is wrong with it; its work counts from the next round on",
+        "peer new: new here; its work is kept, and counts after 1 more round",
+        "peer new: new here; its work is kept, and counts after this round",
     ]
     assert next_round(driver, *everybody).contributions[-1].peers == ("new",)
     assert not driver.leader.promises.rests("new", driver.leader.round), "to serve is no broken promise"
