@@ -473,6 +473,8 @@ class RunView:
 
         def name(found: re.Match[str]) -> str:
             name = self.replica_name(int(found[1]))
+            if found[3] is not None and name == f"replica {found[1]}":  # of no plan, so that peer alone
+                return found[3]
             return name if found[3] in (None, name) else name + found[2]
 
         return _REPLICA.sub(name, text)

@@ -191,8 +191,9 @@ def _steps(p: PeerView) -> bool:
 def _rounds(state: State) -> Sheet:
     rows: list[Row] = []
     for r in state.recent:
-        why, more = "; ".join(f"{x.replica}: {x.reason}" for x in r.left_out), r.left_out_total
-        more -= sum(not x.probation for x in r.left_out)
+        without = [f"{x.replica}: {x.reason}" for x in r.left_out if not x.probation]
+        more, new = r.left_out_total - len(without), ", ".join(x.replica for x in r.left_out if x.probation)
+        without += ([f"{more} more"] if more else []) + ([f"new: {new}"] if new else [])
         level = "warning" if r.left_out_total else "info"
         rows.append((
             str(r.round),
@@ -204,7 +205,7 @@ def _rounds(state: State) -> Sheet:
             _number(r.loss),
             _number(r.held_out),
             size(r.bytes),
-            Text(why + (f"; {more} more" if more else ""), style=LEVEL_STYLES[level]),
+            Text("; ".join(without), style=LEVEL_STYLES[level]),
         ))  # fmt: skip
     columns = (
         Column("round"), Column("decided", 90), Column("took"), Column("replicas"), Column("tokens"),

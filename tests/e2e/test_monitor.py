@@ -72,7 +72,7 @@ def address(errors: Path, monitor: subprocess.Popen[bytes]) -> str:
     """Where the page is, as the monitor says."""
     end = time.monotonic() + DEADLINE
     while time.monotonic() < end and monitor.poll() is None:
-        said = re.search(r"/state\.json and /metrics at (http://127\.0\.0\.1:\d+/)", errors.read_text())
+        said = re.search(r"the page: (http://127\.0\.0\.1:\d+/)", errors.read_text())
         if said is not None:
             return said[1]
         time.sleep(0.1)  # the file has no other sign of news

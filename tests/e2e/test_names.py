@@ -39,8 +39,8 @@ VIEWS = {
     "2": "replicas and chains: ",
     "3": "rounds: the newest ",
     "4": "credits: ",
-    "5": "no fork was seen",
-    "6": "has no peer",
+    "5": "every round has one result",
+    "6": "you have no peer",
 }
 """A word of each of the monitor's views, by its key."""
 STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")

@@ -47,9 +47,9 @@ SIGNS = {
     "potluck join": REACHES,
     "potluck join ADDRESS --hours": rf"{REACHES}|pauses: outside of its hours",
     "potluck monitor": r"round \d+|\"round\":",
-    "potluck monitor ADDRESS --web 8080": r"/state.json at http://127",
-    "potluck monitor ADDRESS --web 0.0.0.0:8080": r"/state.json at http://0.0.0.0",
-    "potluck monitor ADDRESS --metrics 9100": r"/metrics at http://127",
+    "potluck monitor ADDRESS --web 8080": r"the page: http://127",
+    "potluck monitor ADDRESS --web 0.0.0.0:8080": r"the page: http://0.0.0.0",
+    "potluck monitor ADDRESS --metrics 9100": r"Prometheus: http://127\.0\.0\.1:9100/metrics",
 }
 """Commands that go on: what they say before Ctrl-C ends them, by how they begin; the longest counts."""
 ENDS = ("potluck monitor ADDRESS --once", "potluck monitor run.toml --replay", "potluck monitor demo-run/bootstrap")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import unicodedata
@@ -16,7 +17,8 @@ from peer.ui.state import state
 from peer.ui.text import LONGEST_NAME, MOST_NAMES, Names, harmless_name, meant, readable
 from protocol.errors import UsageError
 from protocol.identity import Identity, short_peer
-from tests.support.watched import BEGAN, MadeUp, peer_id
+from protocol.wire.commit import LeftOut
+from tests.support.watched import BEGAN, MadeUp, decided, peer_id
 
 HOSTILE = [
     "\x1b[2J\x1b[31mred\x07",
@@ -98,6 +100,32 @@ def test_screens_and_lines_call_peers_by_their_names() -> None:
     assert shown in {r.name for r in found.replicas}
     (line,) = lines.of(Event(BEGAN, "bootstrap", events.Gone(peer=made.ids[0])))
     assert f"{shown} is gone" in line
+
+
+@pytest.mark.parametrize("said", ["Ada", ""])
+def test_one_peer_has_one_name_wherever_it_is_shown_also_of_rounds_before_it_was_known(said: str) -> None:
+    made = MadeUp(5)
+    me, plan = made.ids[0], made.plan(3)
+    left = LeftOut(replica=77, reason=f"peer {short_peer(me)}: judged: it is a copy", judged="0" * 64, peers=(me,))
+    watched = RunView(made.manifest)
+    for event in (*made.begin(), made.commit(1)):
+        watched.feed(event)
+    for round, by in ((2, 77), (3, 0)):
+        plan = made.plan(round + 1)
+        commit = decided(round, left_out=(dataclasses.replace(left, replica=by),), plan=plan)
+        watched.feed(Event(BEGAN + 60 * round, "bootstrap", commit))
+        watched.feed(Event(BEGAN + 60 * round, "bootstrap", ready(me, said)))
+    found = state(watched, BEGAN + 200)
+    name = f"Ada·{me[-4:]}" if said else short_peer(me)
+    (again,), (before,) = (r.left_out for r in found.recent[:2])
+    assert (again.replica, again.reason) == (before.replica, before.reason) == (name, "judged: it is a copy")
+    assert {c.name for c in found.contributors if c.peer == me} == {name}
+    assert {c.reason for c in found.contributors if c.peer == me} == {"judged: it is a copy"}
+    assert {p.name for p in found.peers if p.peer == me} == {r.name for r in found.replicas[:1]} == {name}
+    assert [m.text for m in found.messages if "without" in m.text] == [
+        f"round 3 without {name}: judged: it is a copy",
+        f"round 2 without {short_peer(me)}: judged: it is a copy",
+    ]
 
 
 # --- a peer that is typed

@@ -14,9 +14,10 @@ from peer import events
 from peer.events import Event
 from peer.ui import metrics
 from peer.ui.run_view import RunView
-from peer.ui.state import MOST_PEERS, MOST_POINTS, State, state, thinned, to_json
+from peer.ui.state import MOST_PEERS, MOST_POINTS, MOST_SAMPLES, State, state, thinned, to_json
 from protocol.wire.claims import Evaluation
 from protocol.wire.commit import Diverged, LeftOut
+from protocol.wire.decree import CLOSE, OPEN, Decree, Enacted
 from tests.docs import metrics as document
 from tests.support import tiny
 from tests.support.events import every_field_has_a_value
@@ -24,8 +25,8 @@ from tests.support.state import EXTREMES, HOSTILE, watched
 from tests.support.watched import BEGAN, ROUND_SECONDS, MadeUp, peer_id, says
 
 NOW = BEGAN + 1e6
-LOG_ONLY = {f"Contributor.{name}" for name in ("scored", "gain", "edge", "rests", "probation")}
-"""What only `potluck log credits` tells of a contributor; the made-up run has none."""
+LOG_ONLY = {f"Contributor.{name}" for name in ("scored", "gain", "edge", "rests")}
+"""What only `potluck log credits` tells of a contributor."""
 
 
 def test_the_state_of_a_small_run() -> None:
@@ -52,7 +53,9 @@ def test_the_state_of_a_small_run() -> None:
     assert found["left_out_by_round"][8:10] == [[9, 1.0], [10, 0.0]]
     newest, before = found["recent"][:2]
     assert (newest["round"], newest["seconds"], newest["replicas"], newest["left_out"]) == (20, ROUND_SECONDS, 2, [])
-    assert before["left_out"] == [{"replica": "chain 0", "reason": "its offer came too late"}]
+    assert before["left_out"] == [
+        {"replica": "chain 0", "reason": "its offer came too late", "probation": False, "peers": ids[1:4]}
+    ]
     assert sum(c["tokens"] for c in found["contributors"]) == found["tokens"]
     first = found["contributors"][0]
     assert [first[name] for name in ("peer", "rounds", "streak", "left_out")] == [ids[0], 20, 20, 0]
@@ -68,7 +71,8 @@ def test_every_field_of_the_state_has_a_source() -> None:
     one = watched(made, 9)
     commit = made.commit(10).body
     assert isinstance(commit, events.Commit)
-    left = tuple(LeftOut(replica=n, reason="late") for n in range(7))
+    left = tuple(LeftOut(replica=n, reason="late") for n in range(4))
+    left += (LeftOut(replica=9, reason="new here", judged="0" * 64, peers=(made.ids[4],), probation=True),)
     wrong = (Diverged(peer=made.ids[2], shard="block.0", refuted=True),)
     measured = Evaluation(
         peer=made.ids[0], round=9, sequences=64, loss=4.0, bits_per_byte=1.5, signature=b"s", sample="once ⇒ upon"
@@ -83,9 +87,11 @@ def test_every_field_of_the_state_has_a_source() -> None:
     ):
         one.feed(Event(BEGAN + 10 * ROUND_SECONDS, source, body))
     old = watched(made, 3)
+    data = dataclasses.replace(old.manifest.data, mirrors=("hf://datasets/a/b",))
+    old.manifest = dataclasses.replace(old.manifest, data=data)
     for peer in made.ids[:2]:
         old.feed(Event(BEGAN, "bootstrap", events.Attest(peer=peer, round=3, digests={"embed": "0" * 64})))
-    old.news_age = 40.0
+    old.news_age, old.join_line = 40.0, "/ip4/203.0.113.5/tcp/1/p2p/a#b"
     told = (state(watched(made, 3), NOW), state(old, NOW), state(one, NOW))
     every_field_has_a_value(State, told, but=LOG_ONLY)
 
@@ -163,6 +169,38 @@ def test_texts_of_enemies_are_short_and_harmless() -> None:
                 check(item)
 
     check(json.loads(to_json(state(one, NOW))))
+
+
+def decreed(action: str) -> Enacted:
+    return Enacted(decree=Decree(run="run", number=0, action=action), signatures={})
+
+
+def test_who_may_not_take_part_is_given_no_line() -> None:
+    """The newest decree counts."""
+    made, line = MadeUp(5), "/ip4/203.0.113.5/tcp/1/p2p/a#b"
+    one = watched(made, 1)
+    one.join_line = line
+    shown = []
+    for round, action in ((2, CLOSE), (3, OPEN)):
+        shown.append((state(one, NOW).about.is_open, state(one, NOW).about.join_line))
+        event = made.commit(round)
+        assert isinstance(event.body, events.Commit)
+        one.feed(dataclasses.replace(event, body=dataclasses.replace(event.body, decree=decreed(action))))
+        shown.append((state(one, NOW).about.is_open, state(one, NOW).about.join_line))
+    assert shown == [(True, line), (False, ""), (False, ""), (True, line)]
+
+
+def test_the_models_sentences_are_from_the_whole_run_the_newest_first() -> None:
+    one = RunView(tiny.manifest())
+    for round in range(1, 41):
+        said = Evaluation(
+            peer="a", round=round, sequences=1, loss=4.0, bits_per_byte=1.0, signature=b"", sample=str(round)
+        )
+        one.held_out.add([said])
+    found = [x.round for x in state(one, NOW).samples]
+    assert len(found) == MOST_SAMPLES
+    assert (found[0], found[-1]) == (40, 1)
+    assert found == sorted(set(found), reverse=True)
 
 
 def test_the_document_of_the_metrics_is_todays() -> None:

@@ -23,7 +23,9 @@ from protocol.wire.commit import LeftOut
 from protocol.wire.plan import Work
 from tests.support import tiny
 from tests.support.tui import NAMES, PEERS, PLAN, Story, ready
-from tests.support.watched import MadeUp, decided, made, says
+from tests.support.watched import BEGAN, MadeUp, decided, made, says
+
+SIZES = ((80, 24), (120, 40), (200, 60))
 
 
 def draw(view: RunView, width: int, height: int, ascii_only: bool = False) -> list[str]:
@@ -56,7 +58,7 @@ def test_names_default_to_the_end_of_the_id() -> None:
 def test_bytes_against_fp32() -> None:
     story = Story().begin()
     story.round(1, 2.5)
-    assert story.view.peers[PEERS[0]].sent_bytes == 500
+    assert story.view.peers[PEERS[0]].sent_bytes is None, "it has measured its line with some of it"
     story.round(2, 2.4)
     full, middle = story.view.peers[PEERS[0]], story.view.peers[PEERS[3]]
     spec = tiny.manifest().model
@@ -84,7 +86,7 @@ def announced(sent: int, round: int, phase: str = "waiting") -> events.Announced
 def test_rounds_that_are_shorter_than_announcements_are_frequent_are_not_added_up() -> None:
     story = Story().begin()
     story.tell(PEERS[0], announced(1_000, 1))
-    assert story.view.peers[PEERS[0]].sent_bytes == 1_000
+    assert story.view.peers[PEERS[0]].sent_bytes is None
     story.tell(PEERS[0], announced(3_700, 4))
     full = story.view.peers[PEERS[0]]
     assert full.sent_bytes == 900
@@ -104,7 +106,7 @@ def test_who_was_left_out_and_why() -> None:
     story.tell("bootstrap", events.Gone(peer=PEERS[3]))
     shown = text(story.view)
     assert "! chain 0: b: gone" in shown
-    assert "round 1 without replica 2: b: gone" in shown
+    assert "round 1 without chain 0: b: gone" in shown
     assert "b is gone" in shown
     story.round(2, 2.4)
     assert "nobody now, 1 so far" in text(story.view)
@@ -112,10 +114,10 @@ def test_who_was_left_out_and_why() -> None:
 
 def test_digests() -> None:
     story = Story().begin()
-    assert "not yet compared" in text(story.view)
+    assert "not compared yet" in text(story.view)
     story.round(1, 2.5)
     story.attest(1)
-    assert "✓ equal, round 1 (3)" in text(story.view)
+    assert "✓ all 3 equal, round 1" in text(story.view)
     story.attest(2, wrong=PEERS[1])
     story.tell("bootstrap", events.Diverged(peer=PEERS[1], round=2, shard="block.0"))
     shown = text(story.view)
@@ -140,7 +142,7 @@ def test_the_end() -> None:
     assert "95 %" not in shown, "nobody is busy any more"
     assert "training" not in shown
     assert "100 %" in shown
-    assert "✓ equal · ababababab" in shown
+    assert "✓ all equal · ababababab" in shown
     assert story.view.eta is None
 
 
@@ -370,7 +372,7 @@ def test_who_joins_is_told_what_is_fetched_how_fast_and_when_its_work_begins_and
         "· state of round 30: 0 B of 200 MB",
         "· state of round 30: 50.0 MB of 200 MB (80 Mb/s), about 15 s left",
         "✓ state of round 30: 200 MB in 20.0 s (80 Mb/s)",
-        "· ready: round 31, for which the next plan is, begins in about 42 s",
+        "· ready: this machine can take part from round 31 on, in about 42 s",
         "✓ round 31 is applied: 65,472 of 300,000 tokens were yours; "
         "1 B sent, 2 B received and 0 B written to disk since the start",
     ]
@@ -490,21 +492,18 @@ def test_amounts() -> None:
 def test_a_newcomer_is_told_of_its_probation_when_it_joins_and_after_each_round_of_it() -> None:
     lines = Lines(own=True)
     found = events.Found(run="ab" * 32, name="x", parameters=48_900_000, round_seconds=90.0, probation=3)
-    why = "peer abc: on probation, and nothing is wrong with it; its work counts after 2 more rounds"
+    why = "peer abc: new here; its work is kept, and counts after 2 more rounds"
     own = events.Round(
         round=31, seconds={}, bytes_sent=1, bytes_received=2, boundary_forward_bytes=0, boundary_backward_bytes=0,
         boundary_tokens=0, probation=why,
     )  # fmt: skip
     said = [line[9:] for body in (found, own) for line in lines.of(Event(0.0, PEERS[0], body))]
     assert said[1] == (
-        "· the work of newcomers has no weight in the first 3 rounds that they bring; it is judged, and goes into"
-        " their work after it"
+        "· you begin on probation: in the first 3 rounds your work is checked and kept, and counts from then on"
     )
-    assert said[-1] == (
-        "· round 31: your work is good, and is kept; newcomers' work counts after a while, yours after 2 more rounds"
-    )
+    assert said[-1] == "· round 31: your work is good and is kept; as you are new, it counts after 2 more rounds"
     assert not any(
-        "newcomers" in line
+        "probation" in line
         for line in Lines(own=True).of(Event(0.0, PEERS[0], dataclasses.replace(found, probation=0)))
     )
 
@@ -517,10 +516,10 @@ def test_a_round_in_which_work_counts_less_says_so() -> None:
 
 
 def test_a_replica_on_probation_is_no_warning() -> None:
-    tried = LeftOut(replica=2, reason="on probation", judged="0" * 64, peers=(PEERS[3],), probation=True)
+    tried = LeftOut(replica=2, reason="peer b: new here", judged="0" * 64, peers=(PEERS[3],), probation=True)
     commit = decided(4, left_out=(tried, LeftOut(replica=3, reason="late")), plan=None)
     said = [line[9:] for line in Lines().of(Event(0.0, "bootstrap", commit))]
-    assert said[1:] == ["· round 4 without replica 2: on probation", "! round 4 without replica 3: late"]
+    assert said[1:] == ["· round 4: replica 2: peer b: new here", "! round 4 without replica 3: late"]
 
 
 def run_of(rounds: int, **ready: Any) -> RunView:
@@ -544,6 +543,70 @@ def test_nothing_of_a_small_run_is_cut(width: int, height: int) -> None:
     assert "old laptop-7·" in peers
     assert "…" not in peers, peers
     assert len(set(re.findall(r"chain 0 · (stage )?\d/3( · block)?", peers))) == 1, "all rows are of one kind"
+
+
+def test_newcomers_are_shown_calmly_and_are_not_left_out() -> None:
+    story, why = (
+        Story().begin(),
+        f"peer {short_peer(PEERS[1])}: new here; its work is kept, and counts after this round",
+    )
+    new = LeftOut(replica=1, reason=why, judged="0" * 64, peers=(PEERS[1],), probation=True)
+    story.round(1, 2.5, left_out=(new,))
+    shown = text(story.view)
+    assert "new      full-1: work is kept" in shown
+    assert "nobody so far" in shown
+    assert "· round 1: full-1: new here; its work is kept, and counts after this round" in shown
+    assert (story.view.left_out_total, story.view.rounds[-1].left_out_total) == (0, 0)
+    story.round(
+        2,
+        2.4,
+        left_out=(new, dataclasses.replace(new, replica=0, peers=(PEERS[0],)), LeftOut(replica=2, reason="late")),
+    )
+    shown = text(story.view)
+    assert "! chain 0: late" in shown
+    assert "new      2: work is kept" in shown
+    assert story.view.left_out_total == 1
+
+
+@pytest.mark.parametrize("peers", [2, 5, 100])
+@pytest.mark.parametrize(("width", "height"), [(60, 12), (60, 19), (60, 20), (80, 24), (120, 40), (200, 60)])
+def test_every_screen_has_the_loss_and_whole_titles(peers: int, width: int, height: int) -> None:
+    view, made = RunView(MadeUp(peers).manifest), MadeUp(peers)
+    for event in made.all(20):
+        view.feed(event)
+    lines = draw(view, width, height)
+    assert (len(lines), max(map(len, lines)) <= width) == (height, True)
+    assert f"{made.loss(20):.3f}" in "\n".join(lines)
+    assert "…" not in lines[0]
+    assert all(re.search(r"  ─*╮", line) for line in lines if line.startswith("╭")), "no title is cut"
+
+
+def test_a_large_screen_has_a_large_curve() -> None:
+    heights = [next(i for i, line in enumerate(draw(run_of(4), *size)) if " rounds " in line) for size in SIZES]
+    assert heights == sorted(set(heights))
+    assert heights[-1] >= 20
+
+
+def test_the_labels_of_an_axis_differ() -> None:
+    for low, high in ((8.369, 8.371), (8.3701, 8.3723), (2.0, 9.0), (10.001, 10.009), (5.0, 5.0)):
+        rows = [row.plain for row in chart([(0.0, low), (2.0, high)], [], 40, 12)]
+        labels = [row.split()[0] for row in rows if "┤" in row]
+        assert len(set(labels)) == len(labels) == 3, labels
+
+
+def test_the_time_left_does_not_count_waiting() -> None:
+    """A round that waited for peers says nothing of the others, and while nobody trains nothing is known."""
+    made = MadeUp(5, rounds=100)
+    view = RunView(made.manifest)
+    for event in made.begin():
+        view.feed(event)
+    assert view.eta is None
+    for round, when in ((1, 3600.0), (2, 3660.0), (3, 3720.0)):
+        view.feed(dataclasses.replace(made.commit(round), time=BEGAN + when))
+    assert view.eta == 97 * 60
+    for peer in made.ids:
+        view.feed(Event(BEGAN + 3720.0, "bootstrap", events.Gone(peer=peer)))
+    assert view.eta is None
 
 
 def test_a_rounds_loss_stands_where_the_round_began() -> None:

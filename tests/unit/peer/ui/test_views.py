@@ -94,12 +94,12 @@ def test_each_view_says_what_it_is_for() -> None:
     for shown in (
         "✓ 1 of 1 bootstrap node there; a round needs 1 vote",
         "there, leads, voted",
-        "no fork was seen",
+        "every round has one result",
         "2 peers: reached directly",
     ):
         assert shown in health
     of.feed(Event(BEGAN, "bootstrap", events.Forked(round=3)))
-    assert "✗ round 3 has two decided commits" in text(of, Browsing(view="health"))
+    assert "✗ round 3 has two decided results" in text(of, Browsing(view="health"))
 
 
 def test_nothing_is_cut_of_the_health_of_thousands_on_the_smallest_screen() -> None:
@@ -110,7 +110,7 @@ def test_nothing_is_cut_of_the_health_of_thousands_on_the_smallest_screen() -> N
     browsing = Browsing()
     browsing.view = "health"
     shown = "\n".join(drawn(of, browsing, 80, 24))
-    for how in ("reached directly", "through a port of the router", "by a relay or a hole through", "not known yet"):
+    for how in ("reached directly", "through an open port", "by a relay or by hole punching", "not known yet"):
         assert any("999 peers: " in line and how in line for line in shown.splitlines())
     assert "…" not in shown.rpartition("\n")[0]
 
@@ -130,9 +130,14 @@ def test_who_trains_too_sees_what_he_does_and_has_brought() -> None:
     ):
         assert shown in full
     assert "your peer is a spare now" in spare
-    assert "no round has planned you yet" in spare
+    assert "no round has had you yet" in spare
     assert "your peer is not there now" in mine(made.ids[4][:-1] + "x")
-    assert "give --dir" in mine(None)
+    assert "--dir names another folder" in mine(None)
+    of.join_line = "/ip4/203.0.113.5/tcp/1/p2p/a#b"
+    assert "potluck join /ip4/203.0.113.5/tcp/1/p2p/a#b" in mine(None)
+    of.is_open = False
+    assert "by invitation" in mine(None)
+    assert "potluck join" not in mine(None)
     for peer in made.ids:
         assert "…" not in "".join(drawn(of, Browsing(view="me"), 80, 24, me=peer)), "nothing is cut"
 
@@ -261,7 +266,7 @@ def test_on_a_terminal_keys_work_and_every_end_restores_it(tmp_path: Path, end: 
     terminal = Terminal(tmp_path)
     terminal.until("q quit")
     terminal.type("5")
-    terminal.until("no fork was seen")
+    terminal.until("every round has one result")
     assert not termios.tcgetattr(terminal.there)[3] & termios.ICANON
     if end == "q":
         terminal.type("q")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import http.client
+import io
 import json
 import re
 import socket
@@ -13,10 +14,14 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import segno
 
 from peer.ui import web
+from peer.ui.state import state
 from peer.ui.web import CachedAnswer, Server, answer, read_where
 from protocol.errors import UsageError
+from tests.support.state import watched
+from tests.support.watched import MadeUp
 
 DEADLINE = 30.0
 
@@ -239,6 +244,27 @@ def test_where_it_listens(text: str, where: tuple[str, int]) -> None:
 def test_where_it_cannot_listen(text: str) -> None:
     with pytest.raises(UsageError, match="--web"):
         read_where(text, "--web")
+
+
+def test_the_page_of_a_run_has_a_code_of_the_line_to_join_where_anybody_may() -> None:
+    one = watched(MadeUp(5), 2)
+    asked = web.site(lambda: state(one, 0.0), lambda: one.join_line)
+    assert asked["/join.svg"]().plain == b'<svg xmlns="http://www.w3.org/2000/svg"/>'
+    for line in ("/ip4/203.0.113.5/tcp/31330/p2p/a#" + "b" * 64, "/dns4/run.example.org/tcp/31330/p2p/a#" + "b" * 64):
+        one.join_line = line
+        drawn = web.site(lambda: state(one, 0.0), lambda: 0)["/join.svg"]()
+        assert (drawn.kind, drawn.policy) == ("image/svg+xml", "default-src 'none'; frame-ancestors 'none'")
+        assert drawn.plain.decode() == code(f"potluck join {line}")
+        assert len(drawn.compressed) < 4000
+    one.is_open = False
+    assert b"path" not in web.site(lambda: state(one, 0.0), lambda: 0)["/join.svg"]().plain
+
+
+def code(text: str) -> str:
+    """A QR code of this text."""
+    out = io.BytesIO()
+    segno.make_qr(text, error="l").save(out, kind="svg", light="#fff", omitsize=True, xmldecl=False)
+    return out.getvalue().decode()
 
 
 def test_a_port_that_is_taken_is_one_line(server: Server) -> None:
