@@ -21,6 +21,7 @@ from peer.net.address import best_first, is_circuit, peers_of
 from peer.net.base import Clock, Transport
 from peer.net.directory import Contacts, announcements
 from peer.net.node_calls import RosterReader
+from peer.ui.text import number
 from protocol.errors import RemoteError, UsageError, os_errors
 from protocol.identity import short_peer
 from protocol.ledger import board, history, schedule
@@ -219,8 +220,8 @@ class Monitor:
                 continue
             self.peers[peer] = new
             if new.refused > (old.refused if old is not None else 0):
-                who = f"peer {short_peer(peer)}: it has refused {new.refused} times somebody who used too much of it"
-                text = f"{who}; its own events say whom"
+                times = number(new.refused, "time")
+                text = f"{short_peer(peer)} has refused {times} to answer who asks too much; its own log says whom"
                 sink(Event(now, "monitor", events.Warning(text=text)))
             if old is None or old.name != new.name:
                 sink(Event(now, "bootstrap", extend(events.Ready, new)))

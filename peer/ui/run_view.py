@@ -448,10 +448,12 @@ class RunView:
     def place(self, p: PeerView, words: int = 3) -> str:
         """A peer's role: `full`, or its stage of a chain; chains are counted from 0 in plan order.
 
-        words: 3: all; 2: without the word stage; 1: without its blocks, too.
+        words: 3: all; 2: without the word stage; 1: without its blocks, too; 0: the chain alone.
         """
         if p.role != "stage" or p.replica is None:
-            return "bootstrap node" if p.device == NODE_DEVICE else p.role
+            return ("bootstrap node" if words else "node") if p.device == NODE_DEVICE else p.role
+        if not words:
+            return self.replica_name(p.replica)
         stage = f"{self.replica_name(p.replica)} · {'stage ' if words > 2 else ''}{p.position + 1}/{p.stages}"
         return f"{stage} · {blocks(p.first, p.last)}" if words > 1 else stage
 

@@ -307,6 +307,16 @@ def _facts(view: RunView, rows: int, width: int) -> Table:
             table.add_row("it writes", Text(readable(measured.sample, {}, (rows - SAMPLE_ROWS + 2) * (width - 4))))
     table.add_row("replicas", whole if len(whole) <= width else counted)
     table.add_row("copies", _digests(view))
+    left_out = [view.named(x) for x in view.left_out]
+    without = [x for x in left_out if not x.probation]
+    for x in without[: max(1, rows // 4)]:
+        table.add_row("left out", Text(f"! {x.replica}: {x.reason}", style=ORANGE))
+    if new := [x.replica for x in left_out if x.probation]:
+        table.add_row("newcomer", Text(new[0] if len(new) == 1 else f"{len(new)}, whose work is kept"))
+    if not without:
+        table.add_row(
+            "left out", f"nobody now, {view.left_out_total:,} so far" if view.left_out_total else "nobody so far"
+        )
     traffic = view.traffic
     if traffic is None:
         table.add_row("sent", Text("-", style=GRAY))
@@ -318,16 +328,6 @@ def _facts(view: RunView, rows: int, width: int) -> Table:
         table.add_row("sent", Text.assemble((size(sent), "bold"), f" in a round{disk}"))
         more = (f"  {times(dense / sent)} as much", f"bold {GREEN}") if dense > sent else ""
         table.add_row("in fp32", Text.assemble(size(dense), more))
-    left_out = [view.named(x) for x in view.left_out]
-    without = [x for x in left_out if not x.probation]
-    for x in without[: max(1, rows // 4)]:
-        table.add_row("left out", Text(f"! {x.replica}: {x.reason}", style=ORANGE))
-    if new := [x.replica for x in left_out if x.probation]:
-        table.add_row("new", Text(f"{new[0] if len(new) == 1 else len(new)}: work is kept"))
-    if not without:
-        table.add_row(
-            "left out", f"nobody now, {view.left_out_total:,} so far" if view.left_out_total else "nobody so far"
-        )
     return table
 
 
@@ -405,7 +405,7 @@ def peers_table(view: RunView, width: int, rows: int) -> Table:
         table.add_column("fp32/sent" if wide else "saves", justify="right", no_wrap=True, min_width=5)
     listed = view.listed()
     shown = listed if len(listed) <= rows else listed[: max(0, rows - 1)]
-    places = [[_place(view, p, words) for p in shown] for words in ((3, 2, 1) if width >= 88 else (2, 1))]
+    places = [[_place(view, p, words) for p in shown] for words in ((3, 2, 1, 0) if width >= 88 else (2, 1, 0))]
     longest = [max((text.cell_len for text in texts), default=0) for texts in places]
     for row, p in enumerate(shown):
         place = _Fitting([(texts[row], most) for texts, most in zip(places, longest, strict=True)])

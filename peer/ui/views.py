@@ -171,9 +171,10 @@ def _chains(state: State) -> Sheet:
             Text(f"{mark} {waits}", style=LEVEL_STYLES["warning"]) if mark else "",
         ))  # fmt: skip
     columns = (
-        Column("chain", left=True), Column("peer", left=True), Column("does", left=True), Column("phase", left=True),
-        Column("busy"), Column("step"), Column("loss"), Column("device", 150, left=True), Column("memory", 150),
-        Column("uplink", 150), Column("reached", 150, left=True), Column("slowest", 108, left=True, wide=True),
+        Column("chain", left=True), Column("peer", left=True), Column("does", left=True),
+        Column("phase", 70, left=True), Column("busy"), Column("step"), Column("loss"),
+        Column("device", 150, left=True), Column("memory", 150), Column("uplink", 150),
+        Column("reached", 150, left=True), Column("slowest", 108, left=True, wide=True),
     )  # fmt: skip
     full = sum(not r.chain for r in state.replicas)
     return Sheet(
@@ -208,7 +209,7 @@ def _rounds(state: State) -> Sheet:
             Text("; ".join(without), style=LEVEL_STYLES[level]),
         ))  # fmt: skip
     columns = (
-        Column("round"), Column("decided", 90), Column("took"), Column("replicas"), Column("tokens"),
+        Column("round"), Column("decided", 90), Column("took"), Column("replicas"), Column("tokens", 70),
         Column("tokens/s", 90), Column("loss"), Column("held out", 90), Column("payloads", 130),
         Column("left out", left=True, wide=True),
     )  # fmt: skip
@@ -224,14 +225,13 @@ def _contributors(state: State) -> Sheet:
         for c in state.contributors
     ]  # fmt: skip
     columns = (
-        Column(""), Column("peer", left=True), Column("tokens"), Column("share"), Column("rounds"), Column("in a row"),
-        Column("probation"), Column("left out"), Column("the last time because", 90, left=True, wide=True),
+        Column(""), Column("peer", left=True), Column("tokens"), Column("share", 70), Column("rounds"),
+        Column("in a row", 76), Column("probation"), Column("left out"),
+        Column("the last time because", 90, left=True, wide=True),
     )  # fmt: skip
     total = state.contributors_total
     shown = count(range(total), "contributor") if total == len(rows) else f"the first {len(rows)} of {total:,}"
-    legend = (
-        "probation: rounds whose work is kept, and counts later" if any(c.probation for c in state.contributors) else ""
-    )
+    legend = "probation: rounds that are kept, to count later" if any(c.probation for c in state.contributors) else ""
     return Sheet(f"credits: {shown}, {state.tokens:,} tokens", columns, rows, legend)
 
 

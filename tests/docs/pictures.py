@@ -174,7 +174,7 @@ def of_documents(screen: MonitorScreen, many: MonitorScreen, folder: Path, brows
     (folder / "demo.svg").write_text(svg(render(screen.view, *DEMO), *DEMO, "potluck demo"), encoding="utf-8")
     chains = view_of(screen.view, "chains", *SHOWN)
     (folder / "monitor.svg").write_text(svg(chains, *SHOWN, "potluck monitor"), encoding="utf-8")
-    crowd = view_of(many.watched, "run", *DEMO)
+    crowd = view_of(many.view, "run", *DEMO)
     (folder / "many.svg").write_text(svg(crowd, *DEMO, "potluck monitor"), encoding="utf-8")
     with served(screen) as url:
         for name, (width, height) in WINDOWS.items():

@@ -141,7 +141,7 @@ def test_me(done: Done, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert re.search(r"you trained [\d,]+ tokens, \d+\.\d% of the run: rank \d of 4", me(done.out / "full-0"))
     assert "has no key of a peer" in me(tmp_path)
     keyfile.load_or_create(tmp_path / "identity.key")
-    assert "no round has planned you yet" in me(tmp_path)
+    assert "no round has had you yet" in me(tmp_path)
 
 
 # --- show

@@ -23,7 +23,7 @@ from protocol.ledger import access
 from protocol.wire.announcement import AXES
 from protocol.wire.claims import Evaluation, Mark, Score
 from protocol.wire.commit import Diverged, LeftOut, Record
-from protocol.wire.decree import Board, Decree, Enacted, Limits, Operator, Schedule
+from protocol.wire.decree import CLOSE, Board, Decree, Enacted, Limits, Operator, Schedule
 from protocol.wire.plan import Plan, Seat, Work
 from protocol.wire.schema import Digest
 from tests.docs import events as document
@@ -35,6 +35,7 @@ from tests.support.watched import decided
 
 KINDS = list(events.KINDS.values())
 BOARD = Board(operators=tuple(Operator(peer=peer) for peer in PEERS[:4]), quorum=4)
+CLOSED = Enacted(decree=Decree(run="run", number=0, action=CLOSE), signatures={})
 NOT_SHOWN = {
     events.Leads: "who of several bootstrap nodes leads: the tests of their failures read it",
     events.Recovered: "from which state a newcomer replayed: a screen shows the round that it reached",
@@ -165,11 +166,13 @@ def test_every_field_of_the_screen_has_a_source() -> None:
         lambda: story.tell(PEERS[3], middle),
         lambda: story.chain(PEERS[3], 1.0),
         lambda: story.round(1, 2.5, left_out=(LeftOut(replica=2, reason="late"),)),
+        lambda: story.round(2, 2.5),
         lambda: story.tell("bootstrap", events.Gone(peer=PEERS[5])),
         lambda: story.tell("bootstrap", events.Relayed(circuits=1, bytes=1, bps=1.0, refused=0)),
         lambda: story.tell("bootstrap", events.Refused(peer=PEERS[5], address="", reason="floods", seconds=1.0)),
         lambda: story.tell("bootstrap", events.Forked(round=1)),
-        lambda: story.tell("bootstrap", decided(2, plan=None, leader=PEERS[0], voters=(PEERS[0],), board=BOARD)),
+        lambda: story.tell("bootstrap", decided(3, plan=None, leader=PEERS[0], voters=(PEERS[0],), board=BOARD)),
+        lambda: story.tell("bootstrap", decided(4, plan=None, decree=CLOSED)),
         story.finish,
     ]  # fmt: skip
     for act in acts:
@@ -177,7 +180,7 @@ def test_every_field_of_the_screen_has_a_source() -> None:
         found |= changed(story.view, RunView(tiny.manifest()))
         for p in story.view.peers.values():
             of_peers |= changed(p, PeerView(p.peer, p.name))
-    assert found | {"manifest", "news_age"} == {f.name for f in public(RunView)}
+    assert found | {"manifest", "news_age", "join_line"} == {f.name for f in public(RunView)}
     assert of_peers | {"peer", "name"} == {f.name for f in public(PeerView)}
 
 

@@ -553,7 +553,7 @@ def test_newcomers_are_shown_calmly_and_are_not_left_out() -> None:
     new = LeftOut(replica=1, reason=why, judged="0" * 64, peers=(PEERS[1],), probation=True)
     story.round(1, 2.5, left_out=(new,))
     shown = text(story.view)
-    assert "new      full-1: work is kept" in shown
+    assert "newcomer full-1" in shown
     assert "nobody so far" in shown
     assert "· round 1: full-1: new here; its work is kept, and counts after this round" in shown
     assert (story.view.left_out_total, story.view.rounds[-1].left_out_total) == (0, 0)
@@ -564,7 +564,7 @@ def test_newcomers_are_shown_calmly_and_are_not_left_out() -> None:
     )
     shown = text(story.view)
     assert "! chain 0: late" in shown
-    assert "new      2: work is kept" in shown
+    assert "newcomer 2, whose work is kept" in shown
     assert story.view.left_out_total == 1
 
 

@@ -176,7 +176,7 @@ def test_whoever_reads_the_log_is_told() -> None:
     record = Record(commit=commit_of(made), ballot=0, votes={})
     (event,) = monitor.round_events(record)
     line = Lines().of(event)[-1]
-    assert line.endswith(f"{FRIENDS[0][-8:]} comes in, invited by operator {OPERATOR.peer_id[-8:]}: friends [2J")
+    assert line.endswith(f"{FRIENDS[0][-8:]} takes part, invited by operator {OPERATOR.peer_id[-8:]}: friends [2J")
     shown = [line for line in log.round_lines(record, None, 5) if "invited" in line]
     assert len(shown) == 1
     assert FRIENDS[0][-8:] in shown[0]
