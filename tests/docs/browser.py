@@ -139,7 +139,12 @@ class Page:
 
     def _value(self, expression: str) -> Any:
         found = self._browser.ask(
-            "Runtime.evaluate", self._session, expression=expression, awaitPromise=True, returnByValue=True
+            "Runtime.evaluate",
+            self._session,
+            expression=expression,
+            awaitPromise=True,
+            returnByValue=True,
+            userGesture=True,
         )
         if "exceptionDetails" in found:
             raise AssertionError(found["exceptionDetails"].get("exception", found["exceptionDetails"]))

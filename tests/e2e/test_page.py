@@ -1,0 +1,69 @@
+"""The page of a run invites: what a browser shows of a line to join, and on the smallest phone."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import shutil
+
+import pytest
+from rich.console import Console
+
+from peer import events
+from peer.ui.monitor_screen import MonitorScreen
+from protocol.run.manifest import AdmissionSpec
+from protocol.wire.claims import Evaluation
+from tests.docs.browser import NAMES, Browser
+from tests.docs.pictures import READY, served
+from tests.support.watched import MadeUp
+
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, NAMES)), reason="needs Chromium")
+PHONE, DESK = (360, 740), (1440, 900)
+LINE = "/ip4/203.0.113.5/tcp/31330/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN#" + "a1" * 32
+LETTERS = "x" * 400
+
+
+def screen(rounds: int, *, closed: bool = False) -> MonitorScreen:
+    """What a monitor knows of a run whose model writes a word without end."""
+    made = MadeUp(5)
+    manifest = dataclasses.replace(made.manifest, admission=AdmissionSpec(mode="listed" if closed else "open"))
+    found = MonitorScreen(manifest, Console(file=io.StringIO()), news_age=lambda: 0.0, join_line=lambda: LINE)
+    for event in made.all(rounds):
+        if isinstance(event.body, events.Commit) and event.body.round == 5:
+            said = Evaluation(
+                peer=made.ids[0], round=4, sequences=1, loss=7.0, bits_per_byte=2.0, signature=b"", sample=LETTERS
+            )
+            event = dataclasses.replace(event, body=dataclasses.replace(event.body, evaluations=(said,)))
+        found.take(event)
+    return found
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("window", [PHONE, DESK])
+def test_who_sees_a_run_can_take_part(window: tuple[int, int], dark: bool) -> None:
+    with served(screen(20)) as url, Browser() as browser:
+        page = browser.open(url, *window, dark=dark, ready=READY)
+        assert page.wide == window[0], "nothing is wider than the window"
+        assert page.says("document.querySelector('#samples div').textContent") == LETTERS
+        assert page.says("document.querySelector('#join code').textContent") == f"potluck join {LINE}"
+        commands = page.says("[...document.querySelectorAll('#model code')].map((x) => x.textContent)")
+        assert commands == [f'potluck sample {LINE} --prompt "Once upon a time"', f"potluck export {LINE} --out model"]
+        if window == DESK:
+            page.until("document.getElementById('code').naturalWidth > 0")
+        page.does("document.addEventListener('copy', () => { window.taken = document.activeElement.value; })")
+        page.does("document.querySelector('#join button').click()")
+        assert page.says("window.taken") == f"potluck join {LINE}"
+        assert page.says("document.querySelector('#join button').textContent") == "copied"
+        assert "ago" in page.says("document.querySelector('#cards .age').textContent")
+        page.close()
+        assert browser.faults == []
+
+
+def test_a_closed_run_says_how_one_is_invited_and_gives_no_address() -> None:
+    with served(screen(20, closed=True)) as url, Browser() as browser:
+        page = browser.open(url, *PHONE, dark=False, ready=READY)
+        assert "invite" in page.says("document.getElementById('join').textContent")
+        assert "203.0.113.5" not in page.says("document.body.textContent")
+        assert page.says("document.getElementById('code').hidden")
+        page.close()
+        assert browser.faults == []
