@@ -102,7 +102,11 @@ METRICS = (
         "how",
     ),
     _gauge("potluck_contributors", "Peers that were ever planned.", lambda s: s.contributors_total),
-    _counter("potluck_left_out_total", "Replicas that rounds left out.", lambda s: s.health.left_out_total),
+    _counter(
+        "potluck_left_out_total",
+        "Replicas that rounds left out, without newcomers on probation.",
+        lambda s: s.health.left_out_total,
+    ),
     _gauge(
         "potluck_round_left_out",
         "Replicas that the newest round left out.",

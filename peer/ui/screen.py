@@ -286,7 +286,7 @@ def _curve(view: RunView, width: int, height: int, ascii_only: bool) -> Panel:
     lines = chart(curve, marks, width - 4, height - 2, ascii_only=ascii_only, x_label="rounds")
     dots = " · ●: a round begins" if shows_marks(curve, marks, width - 4) else ""
     titles = (f"loss, nats per token{dots}", f"loss{dots}", "loss, nats per token", "loss")
-    title = next((title for title in titles if len(title) <= width - 6), titles[-1])
+    title = next((title for title in titles if len(title) <= width - 8), titles[-1])
     return panel(title, Group(*lines), width, height, ascii_only)
 
 
@@ -324,8 +324,10 @@ def _facts(view: RunView, rows: int, width: int) -> Table:
         table.add_row("sent", f"{size(traffic[0])}, {size(traffic[1])} in fp32")
     else:
         sent, dense, written = traffic
-        disk = f", {size(written)} to disk" if written else ""
-        table.add_row("sent", Text.assemble((size(sent), "bold"), f" in a round{disk}"))
+        disk = f" in a round, {size(written)} to disk"
+        if not written or len(size(sent) + disk) > width:
+            disk = " in a round"
+        table.add_row("sent", Text.assemble((size(sent), "bold"), disk))
         more = (f"  {times(dense / sent)} as much", f"bold {GREEN}") if dense > sent else ""
         table.add_row("in fp32", Text.assemble(size(dense), more))
     return table

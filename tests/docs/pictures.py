@@ -52,6 +52,8 @@ DEMO, SHOWN = (122, 36), (110, 26)
 """Those of the documents' pictures: of the demo, and of a monitor's view."""
 WINDOWS = {"phone": (360, 780), "desk": (1440, 900)}
 """Pixels."""
+NODE = f"/ip4/203.0.113.5/tcp/31330/p2p/{tiny.OPERATOR.peer_id}"
+"""Where one joins, on pages: an address of documents, for the demo's is of one machine only."""
 READY = "document.querySelector('#cards section') !== null"
 FONT = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace'
 LIGHT = TerminalTheme(
@@ -131,7 +133,7 @@ def _join_line(process: subprocess.Popen[str]) -> str:
 
 def at(moment: float, manifest: Manifest, told: Sequence[Event]) -> MonitorScreen:
     """What a monitor knows that has heard this, at this share of the run."""
-    screen = MonitorScreen(manifest, Console(file=io.StringIO()))
+    screen = MonitorScreen(manifest, Console(file=io.StringIO()), join_line=lambda: f"{NODE}#{manifest.run_id}")
     for event in told:
         screen.take(event)
         if screen.view.progress >= moment:
