@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 import statistics
@@ -349,7 +350,7 @@ class RunView:
     """The address to join, without an invitation; empty if unknown."""
     _decreed: int | None = None
     _idle: int = 0
-    _former: dict[int, str] = field(default_factory=dict)  # names of the replicas of the plan before the newest
+    _called: dict[int, str] = field(default_factory=dict)  # by replica, of the newest two plans: `chain N`, or its peer
 
     def __post_init__(self) -> None:
         self.credits = Credits(self.manifest.model.n_layers)
@@ -430,12 +431,11 @@ class RunView:
     @property
     def chains(self) -> list[ChainView]:
         """The planned chains with a known bottleneck, in plan order."""
-        out, number = [], -1
+        out = []
         for replica in self.replicas:
-            number += replica.is_chain
             members = tuple(self.peers.get(peer) or PeerView(peer, self.name(peer)) for peer in replica.peers)
             if (found := bottleneck([p.chain for p in members])) is not None:
-                out.append(ChainView(f"chain {number}", members, found))
+                out.append(ChainView(self.replica_name(replica.number), members, found))
         return out
 
     def listed(self) -> list[PeerView]:
@@ -459,11 +459,8 @@ class RunView:
 
     def replica_name(self, number: int) -> str:
         """A replica's name: its peer's, or `chain N` in plan order."""
-        for place, replica in enumerate(self.replicas):
-            if replica.number == number:
-                chains = sum(r.is_chain for r in self.replicas[:place])
-                return f"chain {chains}" if replica.is_chain else self.name(replica.peers[0])
-        return self._former.get(number, f"replica {number}")
+        known = self._called.get(number, f"replica {number}")
+        return known if " " in known else self.name(known)
 
     def named(self, left: LeftOutView) -> LeftOutView:
         """A replica that was left out, by the names that are known now."""
@@ -662,7 +659,10 @@ class RunView:
         return LeftOutView(self.replica_name(left.replica), left.reason, left.probation, left.peers or planned)
 
     def _plan(self, plan: Plan) -> None:
-        self._former = {replica.number: self.replica_name(replica.number) for replica in self.replicas}
+        chains = itertools.count()
+        self._called = {replica.number: self._called[replica.number] for replica in self.replicas}
+        for replica in plan.replicas:
+            self._called[replica.number] = f"chain {next(chains)}" if replica.is_chain else replica.peers[0]
         self.replicas = plan.replicas
         before = {peer: p.place for peer, p in self.peers.items()}
         for p in self.peers.values():

@@ -290,17 +290,16 @@ def _samples(view: RunView) -> Iterator[SampleView]:
 
 
 def _replicas(view: RunView) -> Iterator[ReplicaView]:
-    waits, chains = {chain.members[0].replica: chain for chain in view.chains}, 0
+    waits = {chain.members[0].replica: chain for chain in view.chains}
     for r in view.replicas[:MOST_REPLICAS]:
         known = waits.get(r.number)
         yield ReplicaView(
             replica=r.number,
-            name=f"chain {chains}" if r.is_chain else view.name(r.peers[0]),
+            name=view.replica_name(r.number),
             chain=r.is_chain,
             waits=known.slowest if known is not None else "",
             bottleneck=known.bottleneck if known is not None else None,
         )
-        chains += r.is_chain
 
 
 def _health(view: RunView, listed: list[PeerView]) -> Health:

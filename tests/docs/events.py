@@ -36,11 +36,11 @@ second (`_bps`) and nats per token (losses). Rounds count from 1 (round 0 is the
 each round; replicas, stages and blocks count from 0. Peers are named by their peer ids. A reader must pass over fields
 and kinds that it does not know.
 
-`potluck monitor --json` prints the run as of now instead, an object a line whenever something has changed:
-[the state](#the-state), which its web page asks for as `/state.json`, too. It is bounded, and has no addresses. With
-`--once` it prints one. `potluck log show --json` prints an object a line for each decided round:
-[the record](#the-record) with the field `digest`, the SHA-256 of its commit.
-`potluck log credits --json` prints one for each contributor: [the contributor](#the-contributor).
+`potluck monitor --json` prints the run as of now instead, an object a line whenever something has changed: [the
+state](#the-state), which its web page asks for as `/state.json`, too. It is bounded, and has no addresses of
+volunteers. With `--once` it prints one. `potluck log show --json` prints an object a line for each decided round: [the
+record](#the-record) with the field `digest`, the SHA-256 of its commit. `potluck log credits --json` prints one for
+each contributor: [the contributor](#the-contributor).
 """
 EXAMPLE = events.Event(1763820000.5, "bootstrap", events.Gone(peer="12D3KooW…"))
 OBJECTS = {State: "The state", Record: "The record", Contributor: "The contributor"}
