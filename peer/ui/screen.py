@@ -36,7 +36,8 @@ FACT_LABEL_WIDTH = 13
 """Characters of a fact's label, the border and the space between."""
 LEAST_NOTES = 3
 LEAST_FACTS, LEAST_PLOT = 5, 8
-"""Lines of the panel of the run without and with the curve if the tables need space; with many peers it has a third."""
+"""Lines of the panel of the run without and with the curve if the tables need space; with many peers it has a third,
+and with chains a quarter at least."""
 NAME_WIDTH = LONGEST_NAME + 1 + ID_END
 PEERS_WIDTH = 132
 """Widest row of the table of peers that the eye can follow."""
@@ -156,7 +157,7 @@ def render(view: RunView, width: int, height: int, *, ascii_only: bool = False) 
     rows = height - 2 - notes
     if _least_plot(height):
         rows = max(4, min(len(view.peers) + 3, _table_rows(height, notes)))
-        busy = _busy_rows(view, height - 2 - notes - rows - LEAST_PLOT)
+        busy = _busy_rows(view, height - 2 - notes - rows - max(LEAST_PLOT, height // 4))
         plot = height - 2 - notes - rows - busy
     parts: list[RenderableType] = [_title(view, width), _bar(view, width, with_loss=not plot)]
     if 0 < plot < LEAST_PLOT - 1:

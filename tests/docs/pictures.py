@@ -54,7 +54,8 @@ WINDOWS = {"phone": (360, 780), "desk": (1440, 900)}
 """Pixels."""
 NODE = f"/ip4/203.0.113.5/tcp/31330/p2p/{tiny.OPERATOR.peer_id}"
 """Where one joins, on pages: an address of documents, for the demo's is of one machine only."""
-READY = "document.querySelector('#cards section') !== null"
+READY = "document.querySelector('#cards section') !== null && (code.hidden || code.naturalWidth > 0)"
+"""The page has its figures and, where anybody may join, the QR code."""
 FONT = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace'
 LIGHT = TerminalTheme(
     (255, 255, 255),

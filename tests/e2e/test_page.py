@@ -48,8 +48,7 @@ def test_who_sees_a_run_can_take_part(window: tuple[int, int], dark: bool) -> No
         assert page.says("document.querySelector('#join code').textContent") == f"potluck join {LINE}"
         commands = page.says("[...document.querySelectorAll('#model code')].map((x) => x.textContent)")
         assert commands == [f'potluck sample {LINE} --prompt "Once upon a time"', f"potluck export {LINE} --out model"]
-        if window == DESK:
-            page.until("document.getElementById('code').naturalWidth > 0")
+        assert page.says("code.naturalWidth") > 0
         page.does("document.addEventListener('copy', () => { window.taken = document.activeElement.value; })")
         page.does("document.querySelector('#join button').click()")
         assert page.says("window.taken") == f"potluck join {LINE}"
