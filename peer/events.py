@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 from protocol.run import manifest as manifests
 from protocol.run.manifest import EVALUATED_TIME, Manifest
-from protocol.run.short_line import short_line
+from protocol.run.short_line import join_line
 from protocol.wire import commit as wire
 from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.claims import Evaluation, Score
@@ -584,9 +584,13 @@ def from_json(line: str) -> Event | None:
 
 def listening(manifest: Manifest, addresses: Sequence[str]) -> Listening:
     """Makes the event of a node that listens at `addresses`, the best one first; none while it has no network."""
-    address = f"{addresses[0]}#{manifest.run_id}" if addresses else ""
-    short = short_line(manifest.name, addresses[0], manifest.run_id) if addresses else None
-    return Listening(address=address, line=str(short or address), addresses=tuple(addresses))
+    if not addresses:
+        return Listening(address="", addresses=())
+    return Listening(
+        address=f"{addresses[0]}#{manifest.run_id}",
+        line=join_line(manifest.name, addresses[0], manifest.run_id),
+        addresses=tuple(addresses),
+    )
 
 
 def found(manifest: Manifest) -> Found:

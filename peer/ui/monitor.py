@@ -26,6 +26,7 @@ from protocol.errors import RemoteError, UsageError, os_errors
 from protocol.identity import short_peer
 from protocol.ledger import board, history, schedule
 from protocol.ledger.history import BadCommit
+from protocol.run import short_line
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, logfile
 from protocol.wire.announcement import Announcement
@@ -125,10 +126,10 @@ class Monitor:
 
     @property
     def join_line(self) -> str:
-        """What others give to `potluck join`: a node's best address, as typed or as announced, and the run's id."""
+        """What others give to `potluck join`, for a node's best address, as typed or as announced."""
         announced = (a for node in self._contacts.operators if node in self.peers for a in self.peers[node].addresses)
         found = best_first(a for a in (*self.bootstrap, *announced) if not is_circuit(a))
-        return f"{found[0]}#{self.manifest.run_id}" if found else ""
+        return short_line.join_line(self.manifest.name, found[0], self.manifest.run_id) if found else ""
 
     @property
     def finished(self) -> bool:

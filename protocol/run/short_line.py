@@ -72,3 +72,8 @@ def short_line(name: str, address: str, run_id: str) -> ShortLine | None:
         return None
     host = f"[{parts[2]}]" if parts[1] == "ip6" else parts[2]
     return ShortLine(short_name(name), host, int(parts[4]), code_of(parts[6], run_id))
+
+
+def join_line(name: str, address: str, run_id: str) -> str:
+    """What others give to `potluck join`: the short line, or `ADDRESS#RUN-ID` for an address through a relay."""
+    return str(short_line(name, address, run_id) or f"{address}#{run_id}")
