@@ -8,7 +8,7 @@ import json as jsons
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +24,8 @@ from peer.net.disk import Disk
 from peer.node.open_run import KEY, here, parse_run, run_in
 from peer.ui.contributors import contributors, own_lines, table_lines
 from peer.ui.lines import decreed
-from peer.ui.text import Names, clean, cleaned, count, readable, size
+from peer.ui.progress import Progress
+from peer.ui.text import Names, clean, cleaned, count, number, readable, size
 from protocol.errors import LocalError, UsageError
 from protocol.identity import short_peer
 from protocol.ledger import part_lists, schedule, standing
@@ -41,7 +42,7 @@ from protocol.wire.schema import plain
 
 if TYPE_CHECKING:
     from peer.log.reader import Source
-    from peer.log.replay import Problem, State
+    from peer.log.replay import ArchiveExtent, Problem, State
     from protocol.codec.topk import Empty
 
 app = group()
@@ -87,22 +88,29 @@ async def verify(
     """
     from peer.log import replay
 
-    def report(problem: Problem) -> None:
-        print(clean(str(problem), 400), flush=True)
+    with Progress() as progress:
+        progress.begin("looking for the log")
 
-    async with log_of(where) as (manifest, source):
-        if manifest is None:
-            return _note(f"log {source.name}: has no rounds yet")
-        empty = room_for(manifest.model)
-        if checkpoint is not None:
-            start: State | None = replay.start_from(manifest, checkpoint, empty)
-        else:
-            start = await replay.archived_state(manifest, source, empty)
-        done = await replay.verify(manifest, source.records(), source.payload, report, start, empty)
-        if done.problems and start is not None:
-            begin, _ = await replay.archive_begin(manifest, source)
-            if begin > start.round:
-                _note(f"the run went on, and its archive now begins after round {begin}: verify again")
+        def report(problem: Problem) -> None:
+            progress.clear()
+            print(clean(str(problem), 400), flush=True)
+
+        async with log_of(where, progress.clear) as (manifest, source):
+            if manifest is None:
+                return _note(f"log {source.name}: has no rounds yet")
+            empty, start = room_for(manifest.model), None
+            known = await extent_of(manifest, source, progress)
+            if checkpoint is not None:
+                start = replay.start_from(manifest, checkpoint, empty)
+            else:
+                start = await replay.archived_state(manifest, source, known, empty)
+            told = following(progress, start, known.head)
+            done = await replay.verify(manifest, source.records(), source.payload, report, start, empty, follow=told)
+            if done.problems and start is not None:
+                begin = (await replay.extent(manifest, source)).begin
+                if begin > start.round:
+                    progress.clear()
+                    _note(f"the run went on, and its archive now begins after round {begin}: verify again")
     head = done.head.round if done.head else -1
     if checkpoint is not None and start is not None and start.round >= head:
         raise UsageError(
@@ -167,11 +175,18 @@ async def me(where: Log = None, dir: Dir = Path("potluck-peer")) -> None:
 
 
 @contextlib.asynccontextmanager
-async def log_of(typed: str | None) -> AsyncIterator[tuple[Manifest | None, Source]]:
+async def log_of(
+    typed: str | None, before_note: Callable[[], None] = lambda: None
+) -> AsyncIterator[tuple[Manifest | None, Source]]:
     """The manifest (None for an empty log) and the log that DIR or RUN names. Raises UsageError, RemoteError."""
     text = here() if typed is None else typed
     if os.path.isdir(text) and ((Path(text) / logfile.LOG).is_file() or run_in(Path(text)) is None):
-        folder = reader.Folder(Path(text), _note)
+
+        def note(text: str) -> None:
+            before_note()
+            _note(text)
+
+        folder = reader.Folder(Path(text), note)
         yield await folder.manifest(), folder
         return
     run = parse_run(text)
@@ -186,6 +201,26 @@ async def log_of(typed: str | None) -> AsyncIterator[tuple[Manifest | None, Sour
 
 def _note(text: str) -> None:
     print(f"potluck: note: {text}", file=sys.stderr)
+
+
+async def extent_of(manifest: Manifest, source: Source, progress: Progress) -> ArchiveExtent:
+    """Reads the log once, with its progress. Raises what `source` raises."""
+    from peer.log import replay
+
+    progress.begin("reading the log")
+    return await replay.extent(manifest, source)
+
+
+def following(progress: Progress, start: State | None, last: int) -> Callable[[Commit], None]:
+    """Begins to show the replay from `start` to the round `last`. Returns what has to receive its commits."""
+    first = now = start.round if start is not None else -1
+
+    def follow(commit: Commit) -> None:
+        nonlocal now
+        now = max(first, commit.round)
+
+    progress.begin(f"replaying {number(last - first, 'round')}", last - first, lambda: now - first)
+    return follow
 
 
 async def credits_of(manifest: Manifest, source: Source) -> tuple[Credits, Standing, Commit | None, Names]:

@@ -105,9 +105,10 @@ SECTIONS = {
             "potluck eval demo-run/bootstrap text.txt more.jsonl",
         ),
         "export": LazyCommand(
-            lambda: import_module("peer.cli.model").export,
-            "Write the model of a run as a folder that transformers loads. The log is checked and replayed.",
-            "potluck export demo-run/bootstrap --out demo-model",
+            lambda: import_module("peer.cli.export").command,
+            "Write the model of a run as a folder that transformers loads, with a model card. The log is checked and"
+            " replayed. With --push, upload it to the Hugging Face hub.",
+            "potluck export demo-run/bootstrap --out demo-model --gguf",
         ),
     },
     "Operate a run": {
@@ -207,7 +208,7 @@ def before_any_command(
         bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    if context.invoked_subcommand not in ("data", "eval"):  # only these may read from a hub
+    if context.invoked_subcommand not in ("data", "eval", "export"):  # only these may ask a hub
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 

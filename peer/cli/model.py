@@ -1,4 +1,4 @@
-"""Commands that use the trained model of a run: `potluck sample`, `potluck eval` and `potluck export`.
+"""Commands that use the trained model of a run: `potluck sample` and `potluck eval`.
 
 The model comes from a run's log, from the checkpoints in a peer's folder, or from a folder of `potluck export`.
 """
@@ -19,7 +19,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,11 +27,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peer.cli import running
-from peer.cli.log import Log, log_of, room_for
+from peer.cli.log import extent_of, following, log_of, room_for
 from peer.cli.options import coroutine, with_options
 from peer.net import processes
 from peer.net.disk import Disk
 from peer.node.open_run import here, is_run, run_in
+from peer.ui.progress import Progress
 from peer.ui.text import clean, count, harmless, size, typed
 from protocol.errors import LocalError, UsageError
 from protocol.run import layout
@@ -39,10 +40,12 @@ from protocol.run import manifest as manifests
 from protocol.run.corpus import TOKENIZER
 from protocol.run.manifest import Manifest
 from protocol.wire import logfile
+from protocol.wire.commit import Commit
 
 if TYPE_CHECKING:
     from peer.corpus.tokenizer_process import TokenizerProcess
     from peer.log import replay
+    from peer.log.reader import Source
     from peer.training.inference import Dice
     from peer.training.model import Stage
 
@@ -125,7 +128,12 @@ class Trained:
 
 
 async def trained(choice: Choice) -> Trained:
-    """Loads the model. Raises UsageError, LocalError, RemoteError."""
+    """Loads the model, with its progress. Raises UsageError, LocalError, RemoteError."""
+    with Progress() as progress:
+        return await _trained(choice, progress)
+
+
+async def _trained(choice: Choice, progress: Progress) -> Trained:
     from peer.corpus.tokenizer_process import TokenizerProcess
     from peer.log import export
     from peer.training import inference
@@ -133,11 +141,13 @@ async def trained(choice: Choice) -> Trained:
     if (folder := choice.exported) is not None:
         if choice.round is not None or choice.checkpoints:
             raise UsageError(f"model {folder}: is of one round; give it without --round and --checkpoint")
+        progress.begin("reading the model")
         there = export.read(folder, Disk(), room_for)
         name, round, window = there.name, there.round, there.sequence
         spec, theta, raw = there.spec, there.theta, there.tokenizer
     else:
-        found = await (_own_model(choice) if checkpoints_in(Path(choice.where)) else replayed(choice))
+        own = checkpoints_in(Path(choice.where))
+        found = await (own_model(choice, progress) if own else replayed(choice, progress))
         name, round, window = found.manifest.name, found.state.round, found.manifest.train.sequence
         spec, theta, raw = found.manifest.model, found.state.theta, found.tokenizer
     tokenizer = TokenizerProcess(raw)
@@ -149,43 +159,68 @@ async def trained(choice: Choice) -> Trained:
     return Trained(name=name, round=round, window=window, stage=inference.load(spec, theta), tokenizer=tokenizer)
 
 
-async def replayed(choice: Choice) -> Replayed:
-    """Checks and replays the log. Raises UsageError, LocalError, RemoteError."""
-    from peer.log import replay
-
-    round = choice.round
+@contextlib.asynccontextmanager
+async def opened(choice: Choice, progress: Progress) -> AsyncIterator[tuple[Manifest, Source]]:
+    """The manifest and the log of a run that has begun. Raises UsageError, LocalError, RemoteError."""
     if run_in(Path(choice.where)) is None and (known := checkpoints_in(Path(choice.where))):
         raise UsageError(
             f"directory {choice.where}: is a peer's, which has no log; give RUN, and {typed('--checkpoint', known[-1])}"
         )
-    async with log_of(choice.where) as (manifest, source):
+    progress.begin("looking for the log")
+    async with log_of(choice.where, progress.clear) as (manifest, source):
         if manifest is None:
             raise UsageError(f"log {source.name}: has no rounds yet; there is no model before the first")
-        empty = room_for(manifest.model)
-        archived = None if choice.checkpoints else await replay.archived_state(manifest, source, empty)
-        is_later = archived is not None and round is not None and archived.round > round
-        start = _start(manifest, choice.checkpoints) if choice.checkpoints else None if is_later else archived
-        if start is not None and round is not None and start.round > round:
-            raise UsageError(f"--checkpoint: is of round {start.round}, after --round {round}; give an older one")
-        done = await replay.verify(
-            manifest, source.records(), source.payload, lambda problem: None, start, empty, round
+        yield manifest, source
+
+
+async def replayed(choice: Choice, progress: Progress) -> Replayed:
+    """Checks and replays the log. Raises UsageError, LocalError, RemoteError."""
+    async with opened(choice, progress) as (manifest, source):
+        return await replay_of(choice, manifest, source, await source.tokenizer(manifest), progress)
+
+
+async def replay_of(
+    choice: Choice,
+    manifest: Manifest,
+    source: Source,
+    tokenizer: bytes,
+    progress: Progress,
+    follow: Callable[[Commit], None] = lambda commit: None,
+) -> Replayed:
+    """As `replayed`, of an open log. follow: receives its commits."""
+    from peer.log import replay
+
+    round, empty = choice.round, room_for(manifest.model)
+    known = await extent_of(manifest, source, progress)
+    archived = None if choice.checkpoints else await replay.archived_state(manifest, source, known, empty)
+    is_later = archived is not None and round is not None and archived.round > round
+    start = _start(manifest, choice.checkpoints) if choice.checkpoints else None if is_later else archived
+    if start is not None and round is not None and start.round > round:
+        raise UsageError(f"--checkpoint: is of round {start.round}, after --round {round}; give an older one")
+    show = following(progress, start, known.head if round is None else min(known.head, round))
+
+    def each(commit: Commit) -> None:
+        show(commit)
+        follow(commit)
+
+    done = await replay.verify(
+        manifest, source.records(), source.payload, lambda problem: None, start, empty, round, each
+    )
+    head = -1 if done.head is None else done.head.round
+    reached = min(head, round) if round is not None else head
+    if done.problems and is_later and archived is not None:
+        raise UsageError(
+            f"log {source.name}: its archive begins after round {archived.round}; give a later --round, or a"
+            " --checkpoint"
         )
-        head = -1 if done.head is None else done.head.round
-        reached = min(head, round) if round is not None else head
-        if done.problems and is_later and archived is not None:
-            raise UsageError(
-                f"log {source.name}: its archive begins after round {archived.round}; give a later --round, or a"
-                " --checkpoint"
-            )
-        if done.problems:
-            raise LocalError(
-                f"log {source.name}: {clean(str(done.problems[0]), 300)}; no model is made of it, see potluck log"
-                " verify"
-            )
-        if reached < (round or 0) or (start is not None and start.round > head):
-            raise UsageError(f"log {source.name}: ends at round {head}; give a --round, or a --checkpoint, that it has")
-        state = replay.State(max(reached, start.round if start else 0), done.theta, done.digests)
-        return Replayed(manifest, state, await source.tokenizer(manifest), start is None or start.round < head)
+    if done.problems:
+        raise LocalError(
+            f"log {source.name}: {clean(str(done.problems[0]), 300)}; no model is made of it, see potluck log verify"
+        )
+    if reached < (round or 0) or (start is not None and start.round > head):
+        raise UsageError(f"log {source.name}: ends at round {head}; give a --round, or a --checkpoint, that it has")
+    state = replay.State(max(reached, start.round if start else 0), done.theta, done.digests)
+    return Replayed(manifest, state, tokenizer, start is None or start.round < head)
 
 
 def _start(manifest: Manifest, checkpoints: tuple[Path, ...]) -> replay.State:
@@ -213,10 +248,11 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"{CHECKPOINT}*") if path.is_dir())
 
 
-async def _own_model(choice: Choice) -> Replayed:
+async def own_model(choice: Choice, progress: Progress) -> Replayed:
     """The model of a full replica's folder, by a checkpoint. Raises UsageError if a part is missing."""
     from peer.log import replay
 
+    progress.begin("reading the checkpoint")
     folder = Path(choice.where)
     if choice.checkpoints:
         raise UsageError(f"directory {folder}: is a peer's; give it without --checkpoint, or RUN with it")
@@ -488,7 +524,8 @@ async def _tasks(choice: Choice, tasks: str, with_more: bool) -> None:
             except OSError:  # a disk without symbolic links
                 shutil.copytree(choice.exported, folder)
         else:
-            found = await replayed(choice)
+            with Progress() as progress:
+                found = await replayed(choice, progress)
             export.write(found.manifest, found.state, found.tokenizer, folder, Disk())
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "lm_eval", "--model", "hf"),
@@ -502,30 +539,3 @@ async def _tasks(choice: Choice, tasks: str, with_more: bool) -> None:
             raise
     if code:
         raise LocalError(f"lm_eval: ended with exit code {code}; see what it says above")
-
-
-# --- potluck export
-
-
-@coroutine
-async def export(
-    *,
-    where: Log = None,
-    out: Annotated[Path, typer.Option(help="Folder for the model; must not exist yet.")],
-    round: Round = None,
-    checkpoint: Checkpoints = None,
-) -> None:
-    from peer.log import export as exports
-
-    choice = Choice.typed(where, round, checkpoint)
-    if out.exists():
-        raise UsageError(f"--out {out}: is there already; choose another folder")
-    found = await replayed(choice)
-    exports.write(found.manifest, found.state, found.tokenizer, out, Disk())
-    digest = layout.state_digest(found.manifest.model, found.state.digests)
-    unchecked = "as the checkpoint has it: no later round says what it should be"
-    by = "as the log gives it" if found.is_checked else unchecked
-    print(
-        f"{out}: the model of {clean(found.manifest.name)} after round {found.state.round}, state {digest[:12]}…, {by}"
-    )
-    print(f"in Python: transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})")

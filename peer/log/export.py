@@ -1,4 +1,4 @@
-"""A run's model as a folder for the library transformers.
+"""A run's model as a folder for the library transformers, with a GGUF file on request (peer/log/gguf_file.py).
 
 LlamaForCausalLM, or Qwen3ForCausalLM for models with normalized queries and keys, in fp32, with the run's tokenizer.
 transformers does not know that documents do not attend to each other, nor of a residual width: o_proj and down_proj are
@@ -8,7 +8,7 @@ padded with rows of zeros. `document_end_id` and `residual_width` are in the fil
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from peer.corpus.tokenizer_process import TokenizerProcess
+from peer.log import gguf_file
 from peer.log.replay import State
 from peer.net.disk import Disk
 from peer.state import tensor_file
@@ -58,6 +59,10 @@ class Exported:
     round: int
     sequence: int
     """Tokens of a sequence in training."""
+    end: int | None
+    """The id that ends a text."""
+    about: Mapping[str, str]
+    """Metadata of the file of weights."""
 
 
 def config(spec: ModelSpec, end: int | None) -> dict[str, object]:
@@ -138,16 +143,31 @@ def _from_llama(spec: ModelSpec, tensors: dict[str, Array]) -> dict[str, Array]:
     return found
 
 
-def write(manifest: Manifest, state: State, tokenizer: bytes, folder: Path, disk: Disk) -> None:
-    """Writes the folder, all or nothing; it must not exist. The same state gives the same bytes. Raises UsageError."""
+def part_of(folder: Path) -> Path:
+    """The folder in which `write` collects its files."""
+    return folder.with_name(f".{folder.name}.part")
+
+
+def write(
+    manifest: Manifest,
+    state: State,
+    tokenizer: bytes,
+    folder: Path,
+    disk: Disk,
+    beside: Mapping[str, bytes] | None = None,
+    with_gguf: bool = False,
+) -> None:
+    """Writes the folder, all or nothing; it must not exist. The same state gives the same bytes.
+
+    beside: other files, by name.
+    with_gguf: whether there is a GGUF file of the model, too.
+
+    Raises UsageError.
+    """
     if folder.exists():
         raise UsageError(f"--out {folder}: is there already; choose another folder")
     spec = manifest.model
-    tensors = {
-        name: array
-        for shard in layout.shard_names(spec)
-        for (name, _), array in zip(layout.tensors(spec, shard), state.theta[shard], strict=True)
-    }
+    tensors = _as_llama(spec, _tensors(spec, state.theta))
     with TokenizerProcess(tokenizer) as parsed:
         end, end_name = parsed.end, parsed.end_name
     about = {
@@ -161,11 +181,11 @@ def write(manifest: Manifest, state: State, tokenizer: bytes, folder: Path, disk
     words = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": spec.context}
     if end is not None:
         words["eos_token"] = end_name
-    temporary = folder.with_name(f".{folder.name}.part")
+    temporary = part_of(folder)
     disk.remove(temporary)
     disk.make_folder(temporary)
     try:
-        disk.write(temporary / WEIGHTS, *tensor_file.pieces(_as_llama(spec, tensors), about))
+        disk.write(temporary / WEIGHTS, *tensor_file.pieces(tensors, about))
         disk.write(temporary / TOKENIZER, tokenizer)
         for name, content in (
             (CONFIG, config(spec, end)),
@@ -173,9 +193,32 @@ def write(manifest: Manifest, state: State, tokenizer: bytes, folder: Path, disk
             ("generation_config.json", {"eos_token_id": end} if end is not None else {}),
         ):
             disk.write(temporary / name, json.dumps(content, indent=1).encode() + b"\n")
+        for name, raw in (beside or {}).items():
+            disk.write(temporary / name, raw)
+        if with_gguf:
+            gguf_file.write(temporary / gguf_file.GGUF, spec, tensors, tokenizer, end, about)
         disk.rename(temporary, folder)
     finally:
         disk.remove(temporary)
+
+
+def add_gguf(folder: Path, found: Exported, disk: Disk) -> None:
+    """Writes the GGUF file of what was read from `folder` into it, all or nothing. Raises UsageError."""
+    temporary = folder / f".{gguf_file.GGUF}.part"
+    try:
+        tensors = _as_llama(found.spec, _tensors(found.spec, found.theta))
+        gguf_file.write(temporary, found.spec, tensors, found.tokenizer, found.end, found.about)
+        disk.rename(temporary, folder / gguf_file.GGUF)
+    finally:
+        disk.remove(temporary)
+
+
+def _tensors(spec: ModelSpec, theta: Shards) -> dict[str, Array]:
+    return {
+        name: array
+        for shard in layout.shard_names(spec)
+        for (name, _), array in zip(layout.tensors(spec, shard), theta[shard], strict=True)
+    }
 
 
 def read(folder: Path, disk: Disk, room_for: Callable[[ModelSpec], Empty]) -> Exported:
@@ -195,7 +238,8 @@ def read(folder: Path, disk: Disk, room_for: Callable[[ModelSpec], Empty]) -> Ex
         sequence = int(about["sequence"])
         if not 1 <= sequence <= spec.context:
             raise ValueError
-        return Exported(spec, theta, disk.read(folder / TOKENIZER), about["name"], int(about["round"]), sequence)
+        tokenizer, end = disk.read(folder / TOKENIZER), found["eos_token_id"]
+        return Exported(spec, theta, tokenizer, about["name"], int(about["round"]), sequence, end, about)
     except OSError as error:
         reason = f"{Path(error.filename or folder).name}: {error.strerror}"
     except tensor_file.Damaged as error:

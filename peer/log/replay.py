@@ -91,28 +91,42 @@ Payload = Callable[[str, int], Awaitable[bytes]]
 """(digest, size) -> the blob with this digest. Raises BadPayload, RemoteError."""
 
 
-async def archive_begin(manifest: Manifest, source: Source) -> tuple[int, Mapping[str, str]]:
-    """The round after which an archive keeps all payloads, by its log, and the digests of the state after it; none for
-    θ(0). Raises what `source` raises, except BadCommit."""
-    states = StateRounds(manifest)
+@dataclass(frozen=True, slots=True)
+class ArchiveExtent:
+    """What an archive has, by its log."""
+
+    begin: int
+    """The round after which it keeps all payloads."""
+    digests: Mapping[str, str]
+    """Of the state after that round, by shard; none for θ(0)."""
+    head: int
+    """The newest round; -1 if there is none."""
+
+
+async def extent(manifest: Manifest, source: Source) -> ArchiveExtent:
+    """Reads a log once. Raises what `source` raises, except BadCommit."""
+    states, head = StateRounds(manifest), -1
     with contextlib.suppress(BadCommit, MessageError):  # `verify` says what is wrong
         async for raw in source.records():
-            states.follow(encoding.decode_record(raw, "the log").commit)
-    return states.begin, states.digests[states.begin]
+            commit = encoding.decode_record(raw, "the log").commit
+            states.follow(commit)
+            head = commit.round
+    return ArchiveExtent(states.begin, states.digests[states.begin], head)
 
 
-async def archived_state(manifest: Manifest, source: Source, empty: Empty = in_memory) -> State | None:
-    """The state with which an archive begins; None if that is θ(0), or cannot be had. Raises as `archive_begin`."""
-    begin, digests = await archive_begin(manifest, source)
+async def archived_state(
+    manifest: Manifest, source: Source, known: ArchiveExtent, empty: Empty = in_memory
+) -> State | None:
+    """The state with which an archive begins; None if that is θ(0), or cannot be had. Raises what `source` raises."""
     theta = Shards()
     try:
-        for shard, digest in digests.items():
+        for shard, digest in known.digests.items():
             raw = await source.payload(digest, layout.shard_bytes(manifest.model, shard))
             theta[shard] = empty(layout.shapes(manifest.model, shard))
             await asyncio.to_thread(tensor_file.fill, io.BytesIO(raw), theta[shard])
     except (BadPayload, RemoteError, tensor_file.Damaged):
         return None
-    return State(begin, theta, {}) if theta else None
+    return State(known.begin, theta, {}) if theta else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +168,14 @@ async def verify(
     start: State | None = None,
     empty: Empty = in_memory,
     until: int | None = None,
+    follow: Callable[[Commit], None] = lambda commit: None,
 ) -> Verification:
     """Checks a log commit by commit and replays it shard by shard.
 
     report: receives each problem at once.
     start: state to replay from (default: θ(0)).
     until: the round whose state is wanted; the log is read as far as to its attestation.
+    follow: receives each valid commit before its payloads are fetched.
 
     Stops at the first invalid commit. A shard is replayed until a payload or a list of parts is missing or wrong, or
     its state is not the attested one. Raises what `records` raises, except BadCommit.
@@ -188,6 +204,7 @@ async def verify(
         before, state = state, state.apply(commit)
         done.contributions += len(commit.contributions)
         done.head = commit
+        follow(commit)
         if commit.round <= replayed:
             continue
         is_past = until is not None and commit.round > until

@@ -133,7 +133,7 @@ async def forever(peer: str, round: int) -> None:
 async def verified(swarm: Swarm, folder: Path) -> tuple[int, replay.Verification]:
     """The round from which a node's folder replays, and what its verification says."""
     source = reader.Folder(folder)
-    start = await replay.archived_state(swarm.manifest, source)
+    start = await replay.archived_state(swarm.manifest, source, await replay.extent(swarm.manifest, source))
     done = await replay.verify(swarm.manifest, source.records(), source.payload, lambda problem: None, start)
     return start.round if start is not None else 0, done
 
