@@ -209,5 +209,5 @@ async def _push(folder: Path, repo: str) -> str:
     said = clean(out.decode(errors="replace").strip() or f"it ended with exit code {process.returncode}", 400)
     if process.returncode:
         again = typed("potluck", "export", folder, "--push", repo)
-        raise LocalError(f"--push {repo}: {said}; {folder} is whole: {again}")
+        raise LocalError(f"--push {repo}: {said}; {folder} is whole, type {again} to try again")
     return said

@@ -14,7 +14,7 @@ from protocol.errors import UsageError, first_line
 
 def require(repo: str) -> None:
     """Raises UsageError if the name cannot be a repository's, or without a token."""
-    import huggingface_hub
+    from huggingface_hub import constants, get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -24,9 +24,9 @@ def require(repo: str) -> None:
         is_whole = False
     if not is_whole:
         raise UsageError(f"--push {clean(repo, 100)}: not the name of a repository; write OWNER/NAME")
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
         raise UsageError(f"--push {repo}: HF_HUB_OFFLINE is set, which forbids it; unset it")
-    if not huggingface_hub.get_token():
+    if not get_token():
         raise UsageError(f"--push {repo}: no token of the hub is here; type hf auth login, or set HF_TOKEN")
 
 
@@ -40,11 +40,12 @@ def upload(folder: str, repo: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    said = getattr(error, "server_message", None) or first_line(error)
     response = getattr(error, "response", None)
-    status = f"{response.status_code} " if response is not None else ""
-    remedy = ", hf auth login takes a token with the right to write" if status in ("401 ", "403 ") else ""
-    return f"the hub says {status}{said}{remedy}" if response is not None else said
+    if response is None:
+        return f"the hub was not reached: {first_line(error)}"
+    said = (getattr(error, "server_message", None) or first_line(error)).rstrip(".")
+    remedy = ": hf auth login takes a token with the right to write" if response.status_code in (401, 403) else ""
+    return f"the hub says {response.status_code} {said}{remedy}"
 
 
 if __name__ == "__main__":

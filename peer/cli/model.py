@@ -43,9 +43,10 @@ from protocol.wire import logfile
 from protocol.wire.commit import Commit
 
 if TYPE_CHECKING:
+    from peer.corpus.rows import Reading
+    from peer.corpus.sources import Source
     from peer.corpus.tokenizer_process import TokenizerProcess
-    from peer.log import replay
-    from peer.log.reader import Source
+    from peer.log import reader, replay
     from peer.training.inference import Dice
     from peer.training.model import Stage
 
@@ -160,7 +161,7 @@ async def _trained(choice: Choice, progress: Progress) -> Trained:
 
 
 @contextlib.asynccontextmanager
-async def opened(choice: Choice, progress: Progress) -> AsyncIterator[tuple[Manifest, Source]]:
+async def opened(choice: Choice, progress: Progress) -> AsyncIterator[tuple[Manifest, reader.Source]]:
     """The manifest and the log of a run that has begun. Raises UsageError, LocalError, RemoteError."""
     if run_in(Path(choice.where)) is None and (known := checkpoints_in(Path(choice.where))):
         raise UsageError(
@@ -182,7 +183,7 @@ async def replayed(choice: Choice, progress: Progress) -> Replayed:
 async def replay_of(
     choice: Choice,
     manifest: Manifest,
-    source: Source,
+    source: reader.Source,
     tokenizer: bytes,
     progress: Progress,
     follow: Callable[[Commit], None] = lambda commit: None,
@@ -472,10 +473,15 @@ async def _files(choice: Choice, files: Sequence[str], column: str, json: bool) 
     model = await trained(choice)
     read, nats, tokens = Read(), 0.0, 0
     reading = Reading(column=column, options=("--column",))
-    for ids in windows(found, reading, model.tokenizer, model.window, read):
-        nats += inference.nats(model.stage, ids)
-        tokens += ids[:, 1:].size
-        await asyncio.sleep(0)  # here Ctrl-C ends it
+    with Progress() as progress:
+        if progress.is_shown:
+            progress.begin("reading the text")
+            whole = await _text_bytes(found, reading)
+            progress.begin(f"measuring {size(whole)}", whole, lambda: tokens * read.text_bytes / max(read.tokens, 1))
+        for ids in windows(found, reading, model.tokenizer, model.window, read):
+            nats += inference.nats(model.stage, ids)
+            tokens += ids[:, 1:].size
+            await asyncio.sleep(0)  # here Ctrl-C ends it
     if not tokens:
         raise UsageError("files: have no text; name some that have, or their column with --column")
     loss = nats / tokens
@@ -503,6 +509,18 @@ async def _files(choice: Choice, files: Sequence[str], column: str, json: bool) 
         f"loss {loss:.4f} nats per token, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.4f} bits per"
         " byte"
     )
+
+
+async def _text_bytes(found: Sequence[Source], reading: Reading) -> int:
+    """Bytes of the text in these sources. Raises UsageError."""
+    from peer.corpus import sources
+
+    total = 0
+    for source in found:
+        for unit in sources.units(source, reading):
+            total += sum(map(len, unit.pieces))
+            await asyncio.sleep(0)  # here Ctrl-C ends it
+    return total
 
 
 async def _tasks(choice: Choice, tasks: str, with_more: bool) -> None:

@@ -93,10 +93,11 @@ ROWS = 8
 
 @dataclass(slots=True)
 class Read:
-    """The progress of reading: documents, and bytes of their text."""
+    """The progress of reading: documents, bytes of their text, and the ids of these."""
 
     documents: int = 0
     text_bytes: int = 0
+    tokens: int = 0
 
 
 def windows(
@@ -108,7 +109,9 @@ def windows(
         for unit in sources.units(source, reading):
             read.documents += sum(map(bool, unit.ends))
             read.text_bytes += sum(map(len, unit.pieces))
-            for ids in encode(encoder, unit.pieces, unit.ends, unit.begins):
+            found = encode(encoder, unit.pieces, unit.ends, unit.begins)
+            read.tokens += sum(map(len, found))
+            for ids in found:
                 held += ids
                 while len(held) > ROWS * length:
                     yield _rows(held, ROWS, length)

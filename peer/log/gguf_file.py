@@ -87,7 +87,7 @@ def _split(pre: Any) -> str:
     with_regex = last.get("use_regex", True)
     if not first:
         return "bytes" if with_regex else ""
-    (step,) = first if len(first) == 1 else ({"type": ""},)
+    step: dict[str, Any] = first[0] if len(first) == 1 else {"type": ""}
     if step["type"] == "Digits" and step["individual_digits"] and with_regex:
         return "digits, bytes"
     if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"] and not with_regex:
@@ -135,11 +135,12 @@ def write(
     try:
         _describe(writer, spec, about)
         _add_tokenizer(writer, vocabulary(tokenizer), spec.vocab_size, end)
-        names = gguf.get_tensor_name_map(architecture, spec.n_layers)
+        names = gguf.get_tensor_name_map(architecture, spec.n_layers).mapping
         for name, array in tensors.items():
             if not spec.use_qk_norm and name.endswith(("q_proj.weight", "k_proj.weight")):
                 array = _neighbouring(array, spec.head_dim)
-            writer.add_tensor(names.get_name(name, (".weight",)), np.ascontiguousarray(array))
+            theirs = names[name.removesuffix(".weight")][1] + ".weight"
+            writer.add_tensor(theirs, np.ascontiguousarray(array))
         if spec.rope_scaling is not None and spec.rope_scaling.rope_type == "llama3":
             writer.add_tensor("rope_freqs.weight", _llama3_factors(spec, spec.rope_scaling))
         with disk_errors(path.parent):

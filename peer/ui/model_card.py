@@ -102,8 +102,8 @@ class Card:
         yield from (f"# {name}", "")
         yield (
             "A language model that was pre-trained from scratch with Potluck: over the internet, by machines that do"
-            " not trust each other. **It is a base model**: it continues a text. It was not trained to follow instructions,"
-            " to be right, or to refuse anything, and it repeats what its text says."
+            " not trust each other. **It is a base model**: it continues a text. It was not trained to follow"
+            " instructions, to be right, or to refuse anything, and it repeats what its text says."
         )
         yield ""
         yield from self._figures()
@@ -206,7 +206,7 @@ class Card:
 
 def _contributors(history: History) -> Iterator[str]:
     found = [c for c in contributors(history.credits, history.names) if c.tokens]
-    yield f"{number(len(found), 'peer')} trained {history.credits.tokens:,} tokens. Names are what peers call themselves."
+    yield f"{number(len(found), 'peer')} trained {history.credits.tokens:,} tokens. A name is what a peer says it is."
     yield from ("", "| | peer | id ends with | tokens | share | rounds |", "|---:|---|---|---:|---:|---:|")
     for c in found[:MOST_CONTRIBUTORS]:
         name = escaped(c.name) if c.peer in history.names else ""
