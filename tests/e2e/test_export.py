@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.util
+import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -110,6 +113,55 @@ def test_every_later_option_is_in_one_of_these() -> None:
     plain, options = swarms.MODEL, [dataclasses.replace(swarms.MODEL, **changes) for changes in NEWER.values()]
     later = {f.name for f in dataclasses.fields(ModelSpec) if f.metadata == schema.LATER}
     assert later == {name for name in later for spec in options if getattr(spec, name) != getattr(plain, name)}
+
+
+def test_its_card_says_what_the_log_says(done: Done, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It loads in the hub's library. The commands that it names work."""
+    from huggingface_hub import ModelCard
+
+    folder = tmp_path / "model"
+    out = said(capsys, "export", done.folder, "--out", folder, "--license", "cc0-1.0", "--round", 2)
+    assert "README.md" in out
+    assert f"potluck sample {folder} --interactive" in out
+    assert f"potluck export {folder} --push OWNER/NAME" in out
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.license == "cc0-1.0"
+    assert card.data.library_name == "transformers"
+    credits = [json.loads(line) for line in said(capsys, "log", "credits", done.folder, "--json").splitlines()]
+    peers = {peer["peer"][-8:] for peer in credits if peer["tokens"]}
+    assert len(peers) == 3
+    assert peers <= set(re.findall(r"`(\w{8})`", card.text))
+    assert f"run id: `{done.manifest.run_id}`" in card.text
+    (digest,) = re.findall("state after round 2: `([0-9a-f]{64})`", card.text)
+    (command,) = re.findall(r"^    potluck (export .*)$", card.text, re.MULTILINE)
+    again = command.replace("ADDRESS", str(done.folder)).replace("again", str(tmp_path / "again")).split()
+    assert f"state {digest[:12]}" in said(capsys, *again)
+    assert files(tmp_path / "again")[WEIGHTS] == files(folder)[WEIGHTS]
+    assert (folder / "loss.svg").read_text().startswith("<svg ")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llama_cpp") is None, reason="llama.cpp is not installed: pip install llama-cpp-python"
+)
+def test_llama_cpp_goes_on_like_transformers_from_a_hundred_prompts(done: Done, tmp_path: Path) -> None:
+    import llama_cpp
+    import transformers
+
+    assert potluck("export", done.folder, "--out", tmp_path / "model", "--gguf") == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    theirs = llama_cpp.Llama(
+        str(tmp_path / "model" / "model.gguf"), n_ctx=128, verbose=False, n_threads=1, n_threads_batch=1
+    )
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    for number in range(100):
+        prompt = text[50 * number : 50 * number + 10 + number]
+        ids = words(prompt)["input_ids"]
+        assert theirs.tokenize(prompt.encode(), add_bos=False, special=True) == ids
+        expected = model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0].tolist()[len(ids) :]
+        theirs.reset()
+        found = list(itertools.islice(theirs.generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0), len(expected)))
+        assert found == expected, prompt
 
 
 def test_transformers_computes_the_same(done: Done, tmp_path: Path) -> None:
@@ -219,7 +271,13 @@ def test_a_full_replicas_own_folder_is_a_model(done: Done, tmp_path: Path, capsy
 
     assert "and none of round 77" in refused("sample", own, "--round", 77)
     assert "without --checkpoint" in refused("sample", own, "--checkpoint", done.full)
-    assert "connection refused" in refused("export", own, "--out", tmp_path / "model"), "the run's nodes have the log"
+    assert potluck("export", own, "--out", tmp_path / "model") == 0
+    out, note = capsys.readouterr()
+    assert "as the checkpoint has it" in out
+    assert "connection refused" in note
+    assert "what follows is this peer's own checkpoint" in note
+    assert "no log has confirmed it" in (tmp_path / "model" / "README.md").read_text()
+    assert said(capsys, "sample", tmp_path / "model", *asked) == said(capsys, "sample", own, *asked)
     assert "holds a part of the model" in refused("sample", member)
     (own / "tokenizer.json").write_text("{}")
     assert "is another one than the run's" in refused("sample", own)
@@ -336,7 +394,7 @@ def test_tasks_are_given_to_the_harness_on_an_export(
 
     def asked() -> Any:
         arguments, names, is_offline = json.loads(told.read_text())
-        assert names == sorted(files(exported))
+        assert {*names} >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
         assert not is_offline, "it fetches the tasks"
         folder = arguments[3].split(",")[0].removeprefix("pretrained=")
         assert not os.path.lexists(folder), "it is removed"
