@@ -172,10 +172,9 @@ async def verify(
 ) -> Verification:
     """Checks a log commit by commit and replays it shard by shard.
 
-    report: receives each problem at once.
+    report, follow: receive each problem at once, and each valid commit before its payloads are fetched.
     start: state to replay from (default: θ(0)).
     until: the round whose state is wanted; the log is read as far as to its attestation.
-    follow: receives each valid commit before its payloads are fetched.
 
     Stops at the first invalid commit. A shard is replayed until a payload or a list of parts is missing or wrong, or
     its state is not the attested one. Raises what `records` raises, except BadCommit.
@@ -217,8 +216,7 @@ async def verify(
         for shard in list(outer.theta):
             if shard in commit.digests:
                 done.attested += 1
-                found = await asyncio.to_thread(outer.digest, shard)
-                if found != commit.digests[shard]:
+                if (found := await asyncio.to_thread(outer.digest, shard)) != commit.digests[shard]:
                     gives, attested = apart(found, commit.digests[shard])
                     problem(commit.round - 1, shard, f"the replay gives state {gives}, the peers say {attested}")
                     del outer.theta[shard]
@@ -237,8 +235,7 @@ async def verify(
             done.payload_bytes += sum(len(data) for _, data in items)
         if is_past:
             break
-        unjust = await _unjust(before, commit, kept)
-        if unjust is not None:
+        if (unjust := await _unjust(before, commit, kept)) is not None:
             problem(commit.round, None, unjust)
     done.theta = dict(outer.theta)
     done.digests = {shard: await asyncio.to_thread(outer.digest, shard) for shard in outer.theta}

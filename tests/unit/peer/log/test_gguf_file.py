@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -211,10 +212,14 @@ def test_the_file_is_written_into_an_export_as_with_it(tmp_path: Path) -> None:
     assert not [name for name in Disk().names(folder) if name.startswith(".")]
 
 
-def test_the_package_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UsageError, match="pip install gguf"):
-        gguf_file.require_library()
+def test_the_package_is_asked_for_before_any_work(tmp_path: Path) -> None:
+    command = f"main(['export', {str(tmp_path)!r}, '--out', 'model', '--gguf'])"
+    code = f"import sys; sys.modules['gguf'] = None; from peer.cli.main import main; {command}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "potluck: --gguf: the package gguf is not installed here; type pip install gguf, or leave --gguf out"
+    ]
 
 
 # --- llama.cpp itself

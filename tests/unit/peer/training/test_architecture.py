@@ -25,6 +25,7 @@ from peer.training import inference
 from peer.training.inference import Dice
 from peer.training.model import Past, Stage
 from peer.training.trainer import StageTrainer
+from peer.ui.progress import Progress
 from protocol.codec.topk import in_memory
 from protocol.errors import LocalError, UsageError
 from protocol.run import layout
@@ -207,7 +208,7 @@ def test_the_log_a_full_replica_and_a_chains_members_give_the_same_files(name: s
     made = []
     for members in ([], ["full"], list(parts)):
         checkpoints = tuple(swarm.folder / member / f"checkpoint-{ROUNDS:08d}" for member in members)
-        found = asyncio.run(replayed(Choice(str(swarm.folder / "node-0"), None, checkpoints)))
+        found = asyncio.run(replayed(Choice(str(swarm.folder / "node-0"), None, checkpoints), Progress()))
         export.write(found.manifest, found.state, found.tokenizer, tmp_path / f"model-{len(made)}", Disk())
         made.append({path.name: path.read_bytes() for path in (tmp_path / f"model-{len(made)}").iterdir()})
     assert export.WEIGHTS in made[0]
