@@ -90,7 +90,9 @@ class InitOptions:
     corpus: Annotated[
         Path | None, typer.Option(help="Folder of a corpus that potluck data build has made, instead of text.")
     ] = None
-    tokenizer: Annotated[str, typer.Option(help="JSON file of a tokenizer (default: one is made from the text).")] = ""
+    tokenizer: Annotated[
+        str, typer.Option(help="JSON file of a tokenizer (default: one is made from the text, which llama.cpp knows).")
+    ] = ""
     operators: Annotated[
         list[str] | None,
         typer.Option(
@@ -170,6 +172,7 @@ def _index(folder: Path) -> CorpusIndex:
 async def _build(options: InitOptions, preset: Preset, folder: Path) -> CorpusIndex:
     from peer.corpus import build, sources
     from peer.corpus.rows import Reading
+    from peer.log import gguf_file
 
     found = tuple(map(sources.parse, options.sources or ("sotu",)))
     sources.forbid_the_hub(found)
@@ -183,6 +186,10 @@ async def _build(options: InitOptions, preset: Preset, folder: Path) -> CorpusIn
         seed=options.seed,
         workers=os.cpu_count() or 1,
     )
+    try:
+        gguf_file.vocabulary(raw)
+    except UsageError:
+        print("tokenizer: llama.cpp has none like it, so the model gets no GGUF file; all else works", flush=True)
     print(f"text: {', '.join(map(str, found))}", flush=True)
     return await build_corpus(request)
 

@@ -213,7 +213,7 @@ async def extent_of(manifest: Manifest, source: Source, progress: Progress) -> A
 
 def following(progress: Progress, start: State | None, last: int) -> Callable[[Commit], None]:
     """Begins to show the replay from `start` to the round `last`. Returns what has to receive its commits."""
-    first = now = start.round if start is not None else -1
+    first = now = start.round if start is not None else 0
 
     def follow(commit: Commit) -> None:
         nonlocal now
