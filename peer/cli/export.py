@@ -97,7 +97,7 @@ async def _write(choice: Choice, options: ExportOptions, progress: Progress) -> 
         round=found.state.round,
         state=digest,
         is_checked=found.is_checked,
-        address=_address(manifest, choice.where),
+        address=public_line(manifest, choice.where),
         licence=options.license,
         history=history,
     )
@@ -146,8 +146,8 @@ def _require_gguf(options: ExportOptions, spec: ModelSpec, tokenizer: bytes) -> 
         gguf_file.check(spec, tokenizer)
 
 
-def _address(manifest: Manifest, where: str) -> str:
-    """The run's line, without an invitation, if it is for everybody: of an open run, on the internet."""
+def public_line(manifest: Manifest, where: str) -> str:
+    """The run's line, without an invitation, if it may be published: of an open run, on the internet; else empty."""
     if not manifest.admission.is_open:
         return ""
     known = [f"{address}#{manifest.run_id}" for address in manifest.hints.bootstrap]

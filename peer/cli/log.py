@@ -97,6 +97,7 @@ async def verify(
 
         async with log_of(where, progress.clear) as (manifest, source):
             if manifest is None:
+                progress.clear()
                 return _note(f"log {source.name}: has no rounds yet")
             empty, start = room_for(manifest.model), None
             known = await extent_of(manifest, source, progress)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers import pre_tokenizers
 
 from peer.cli import main
 from peer.cli.init import CORPUS, MANIFEST, NODE, commented
@@ -12,6 +13,7 @@ from peer.node.open_run import read_manifest
 from protocol.identity import Identity
 from protocol.run import manifest as manifests
 from protocol.run.presets import PRESETS, PROBATION, RANGE_SESSIONS
+from tests.support.exports import GPT2, tokenizer
 from tests.support.texts import write_corpus
 
 TEXT = "Strangers cook one meal together. Each brings what there is at home, and nobody leaves hungry.\n"
@@ -43,6 +45,16 @@ def test_it_ends_with_the_line_that_starts_the_run(at_home: Path, capsys: pytest
     assert manifest.train.optimizer == "muon"
     assert f"run ours {manifest.run_id[:12]}" in said
     assert said.splitlines()[-1] == "    potluck bootstrap ours/run.toml --dir ours/node --corpus ours/corpus"
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+def test_it_says_if_llama_cpp_does_not_know_the_tokenizer(
+    known: bool, at_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pre = GPT2 if known else pre_tokenizers.ByteLevel(add_prefix_space=True)
+    Path("tokenizer.json").write_bytes(tokenizer(pre))
+    assert potluck("init", "ours", "text.txt", "--rounds", 2, "--tokenizer", "tokenizer.json") == 0
+    assert ("llama.cpp has none like it" in capsys.readouterr().out) is not known
 
 
 def test_it_is_made_again_where_it_was_interrupted(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:

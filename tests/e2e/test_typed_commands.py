@@ -35,7 +35,7 @@ ELSEWHERE = {
     "potluck bootstrap run.toml --initial-peer ADDRESS": PROCESSES,
     "potluck join LINE": "tests/hostile/test_invitations.py",
     "potluck eval demo-run/bootstrap --tasks hellaswag,arc_easy": "tests/e2e/test_export.py",
-    "potluck export demo-model --push OWNER/NAME": "tests/unit/peer/cli/test_push.py",
+    "potluck export demo-model --push OWNER/NAME": "tests/unit/peer/cli/test_export_command.py",
     "potluck bootstrap my-run.toml --corpus corpus --dir my-node --port 4001 --initial-peer ADDRESS": PROCESSES,
     'potluck run appoint ADDRESS LINE LINE LINE --reason "three more"': APPOINTED,
     "potluck run quorum ADDRESS 4": APPOINTED,

@@ -1,7 +1,8 @@
-"""`potluck export DIR --push OWNER/NAME` against a stand-in for the hub (tests/support/hub.py)."""
+"""`potluck export`: uploads to a stand-in for the hub (tests/support/hub.py), and which address a card has."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from peer.cli.export import public_line
 from peer.ui.model_card import CARD, Card
+from protocol.run.manifest import HintSpec
 from tests.support import hub, tiny
 from tests.support.exports import written
+from tests.support.invitations import CLOSED, ticket
 
 REPO = "ada/words"
 
@@ -81,3 +85,26 @@ def test_what_cannot_be_is_refused_before_any_work(folder: Path, tmp_path: Path)
         code, _, (line,) = pushed(folder, nowhere, name)
         assert code == 2, name
         assert "write OWNER/NAME" in line
+
+
+# --- the address in a card
+
+PUBLIC, HOME = (f"/ip4/{host}/tcp/1/p2p/{tiny.OPERATOR.peer_id}" for host in ("8.8.4.4", "192.168.1.5"))
+
+
+def test_the_line_of_an_open_run_on_the_internet_is_published_without_an_invitation() -> None:
+    run = tiny.manifest()
+    line = f"{PUBLIC}#{run.run_id}"
+    assert public_line(run, line) == line
+    assert public_line(run, f"{line}#{ticket(run=run.run_id).text()}") == line
+    hinted = dataclasses.replace(run, hints=HintSpec(bootstrap=(HOME, PUBLIC)))
+    assert public_line(hinted, "my-node") == line
+
+
+@pytest.mark.parametrize("where", [f"{HOME}#{tiny.manifest().run_id}", "my-node"], ids=["at home", "a folder"])
+def test_no_other_address_is(where: str) -> None:
+    assert public_line(tiny.manifest(), where) == ""
+
+
+def test_a_closed_run_has_none() -> None:
+    assert public_line(CLOSED, f"{PUBLIC}#{CLOSED.run_id}") == ""
