@@ -351,7 +351,7 @@ async def _patiently(transport: Transport, at: Sequence[str], motion: Motion, wh
 # --- lists of runs
 
 
-@app.command(epilog="Example: potluck run card my-run.toml --about 'plays in verse' --licence CC0-1.0 >> runs.jsonl")
+@app.command(epilog="Example: potluck run card my-run.toml --about 'plays in verse' --licence CC0-1.0")
 @coroutine
 async def card(
     run: OwnRun = None,

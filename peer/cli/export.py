@@ -28,6 +28,7 @@ from protocol.errors import LocalError, UsageError
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
+from protocol.run.short_line import join_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +151,9 @@ def public_line(manifest: Manifest, where: str) -> str:
     """The run's line, without an invitation, if it may be published: of an open run, on the internet; else empty."""
     if not manifest.admission.is_open:
         return ""
-    known = [f"{address}#{manifest.run_id}" for address in manifest.hints.bootstrap]
-    known += parse_run(where).lines if "/p2p/" in where else ()
-    return next((line for line in known if is_public(host_of(line)) or line.startswith("/dns")), "")
+    known = (*manifest.hints.bootstrap, *(parse_run(where).bootstrap if "/p2p/" in where else ()))
+    public = next((address for address in known if is_public(host_of(address)) or address.startswith("/dns")), None)
+    return "" if public is None else join_line(manifest.name, public, manifest.run_id)
 
 
 # --- one that is there

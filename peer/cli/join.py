@@ -50,6 +50,7 @@ from peer.ui.join_screen import JoinScreen
 from peer.ui.lines import sink
 from peer.ui.text import LONGEST_NAME, clean, harmless_name, typed
 from protocol.errors import RemoteError, UsageError
+from protocol.identity import Identity
 from protocol.ledger import access
 from protocol.ledger.access import Ticket
 from protocol.planning import budget
@@ -61,6 +62,7 @@ from protocol.wire import logfile
 if TYPE_CHECKING:
     from peer.node.pausing import Use
     from peer.node.peer import Factories, Peer
+    from peer.state.storage import Storage
 
 PAUSE_CHECK_SECONDS = 5.0
 
@@ -184,16 +186,36 @@ async def join(config: JoinConfig, factories: Factories | None = None) -> None:
 
     factories: make the peer's parts (default: the usual ones).
     """
-    from peer.net.relay import RelayedTransport
     from peer.state.storage import Storage
 
     devices_here.one_heap()
-    run, folder = config.run, config.folder
+    folder = config.folder
     key = keyfile.load_or_create(folder / KEY)
     clock = Clock() if factories is None else factories.clock
     screen = JoinScreen(key.peer_id)
     tally = Tally(sink(True) if config.json else screen.feed)
     emit, began = Emitter(key.peer_id, tally.take), clock.steady()
+    storage = Storage(folder, config.store_bytes)
+    try:
+        if (too_low := processes.raise_file_limit()) is not None:
+            emit(events.Warning(text=too_low))
+        taking_part = _taking_part(config, key, storage, emit, factories)
+        async with running.shown_alive(folder):
+            with contextlib.nullcontext() if config.plain or config.json else screen:
+                await Pauses(_checks(config, clock), emit, freed=devices_here.free).between(taking_part)
+    finally:
+        storage.close()
+        if not config.dry_run:
+            emit(tally.sum(clock.steady() - began))
+
+
+def _taking_part(
+    config: JoinConfig, key: Identity, storage: Storage, emit: events.Emit, factories: Factories | None
+) -> Callable[[], Awaitable[None]]:
+    """Returns a function that takes part in the run until it is over, as often as it is called."""
+    from peer.net.relay import RelayedTransport
+
+    run, folder = config.run, config.folder
     known: tuple[Manifest, Hardware] | None = None
     downlink: Measurement | None = None
 
@@ -250,18 +272,7 @@ async def join(config: JoinConfig, factories: Factories | None = None) -> None:
             finally:
                 await transport.aclose()
 
-    storage = Storage(folder, config.store_bytes)
-    try:
-        if (too_low := processes.raise_file_limit()) is not None:
-            warn(too_low)
-        shown = contextlib.nullcontext() if config.plain or config.json else screen
-        async with running.shown_alive(folder):
-            with shown:
-                await Pauses(_checks(config, clock), emit, freed=devices_here.free).between(take_part)
-    finally:
-        storage.close()
-        if not config.dry_run:
-            emit(tally.sum(clock.steady() - began))
+    return take_part
 
 
 class Tally:

@@ -30,16 +30,18 @@ from rich.console import Console, RenderableType
 from rich.terminal_theme import DIMMED_MONOKAI, TerminalTheme
 
 from peer.events import Event
-from peer.node.open_run import Door, manifest_of, parse_run, read_manifest, start_transport
+from peer.node.open_run import Door, manifest_of, parse_run, read_manifest, spelled_out, start_transport
 from peer.ui import web
 from peer.ui.monitor import Monitor, Replay
 from peer.ui.monitor_screen import VIEWS, Browsing, MonitorScreen, draw
 from peer.ui.run_view import RunView
 from peer.ui.screen import render
+from protocol.run import short_line
 from protocol.run.manifest import Manifest
+from protocol.run.short_line import ShortLine
 from tests.docs import recording
 from tests.docs.browser import Browser
-from tests.support import tiny
+from tests.support import joined, tiny
 from tests.support.watched import MadeUp
 
 MOMENT = 0.715
@@ -104,8 +106,8 @@ def watched(folder: Path) -> tuple[Manifest, list[Event]]:
         process.communicate()
 
 
-async def _watch(line: str, demo: subprocess.Popen[str]) -> tuple[Manifest, list[Event]]:
-    run, told = parse_run(line), list[Event]()
+async def _watch(line: ShortLine, demo: subprocess.Popen[str]) -> tuple[Manifest, list[Event]]:
+    run, told = parse_run(await spelled_out(line, [])), list[Event]()
     with tempfile.TemporaryDirectory(prefix="potluck-pictures-") as name:
         transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
         try:
@@ -123,18 +125,22 @@ async def _watch(line: str, demo: subprocess.Popen[str]) -> tuple[Manifest, list
             await transport.aclose()
 
 
-def _join_line(process: subprocess.Popen[str]) -> str:
+def _join_line(process: subprocess.Popen[str]) -> ShortLine:
     assert process.stdout is not None
     for said in process.stdout:
         found = re.search(r"potluck join (\S+)", said)
-        if found:
-            return found[1]
+        if found and (line := short_line.parse(found[1])) is not None:
+            return line
     raise SystemExit("pictures: the demo ended before it could be joined")
 
 
 def at(moment: float, manifest: Manifest, told: Sequence[Event]) -> MonitorScreen:
     """What a monitor knows that has heard this, at this share of the run."""
-    screen = MonitorScreen(manifest, Console(file=io.StringIO()), join_line=lambda: f"{NODE}#{manifest.run_id}")
+    screen = MonitorScreen(
+        manifest,
+        Console(file=io.StringIO()),
+        join_line=lambda: short_line.join_line(manifest.name, NODE, manifest.run_id),
+    )
     for event in told:
         screen.take(event)
         if screen.view.progress >= moment:
@@ -184,22 +190,34 @@ def of_documents(screen: MonitorScreen, many: MonitorScreen, folder: Path, brows
             browser.picture(url, folder / f"web-{name}.png", width, height, dark=name == "phone", ready=READY)
 
 
+def volunteer(folder: Path, browser: Browser) -> None:
+    """The screen of `potluck join` at each size: a newcomer's first minutes, and the ends."""
+    for width, height in SIZES:
+        for moment, screen in joined.moments(width, height):
+            pictured(screen.frame(), width, height, "potluck join", folder / f"join-{moment}", browser)
+
+
+def pictured(drawn: RenderableType, width: int, height: int, title: str, path: Path, browser: Browser) -> None:
+    """What a terminal shows, as text and as pictures, light and dark; their names begin with `path`."""
+    console, begins = _console(width, height), f"{path.name}-{width}x{height}"
+    console.print(drawn)
+    path.with_name(f"{begins}.txt").write_text(console.export_text(), encoding="utf-8")
+    for dark in (True, False):
+        shade = path.with_name(f"{begins}-{'dark' if dark else 'light'}")
+        picture = shade.with_suffix(".svg")
+        picture.write_text(svg(drawn, width, height, title, dark=dark), encoding="utf-8")
+        size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', picture.read_text(encoding="utf-8"))
+        pixels = (int(float(size[1])) + 1, int(float(size[2])) + 1)
+        browser.picture(picture.resolve().as_uri(), shade.with_suffix(".png"), *pixels, dark=dark)
+        picture.unlink()
+
+
 def everything(screen: MonitorScreen, name: str, folder: Path, browser: Browser, views: Sequence[str] = VIEWS) -> None:
     """Each of the views at each size, and the web page; their names begin with `name`."""
     for view in views:
         for width, height in SIZES:
-            drawn, title = view_of(screen.view, view, width, height), f"{name}-{view}-{width}x{height}"
-            console = _console(width, height)
-            console.print(drawn)
-            (folder / f"{title}.txt").write_text(console.export_text(), encoding="utf-8")
-            for dark in (True, False):
-                shade = folder / f"{title}-{'dark' if dark else 'light'}"
-                picture = shade.with_suffix(".svg")
-                picture.write_text(svg(drawn, width, height, "potluck monitor", dark=dark), encoding="utf-8")
-                size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', picture.read_text(encoding="utf-8"))
-                pixels = (int(float(size[1])) + 1, int(float(size[2])) + 1)
-                browser.picture(picture.resolve().as_uri(), shade.with_suffix(".png"), *pixels, dark=dark)
-                picture.unlink()
+            drawn = view_of(screen.view, view, width, height)
+            pictured(drawn, width, height, "potluck monitor", folder / f"{name}-{view}", browser)
     with served(screen) as url:
         for window, (width, height) in WINDOWS.items():
             for dark in (True, False):
@@ -225,6 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             everything(many, "many", typed.all, browser)
             everything(MonitorScreen(tiny.manifest()), "begin", typed.all, browser, VIEWS[:1])
             everything(at(2.0, manifest, told), "over", typed.all, browser, VIEWS[:1])
+            volunteer(typed.all, browser)
         for fault in browser.faults:
             print(fault)
         return 1 if browser.faults else 0

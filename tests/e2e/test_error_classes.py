@@ -41,7 +41,7 @@ NOWHERE = f"/ip4/127.0.0.1/tcp/1/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
 
 INSIDE = {
     "Absent", "Busy", "Corrupt", "MirrorBusy", "NotTaken",  # another peer is asked, or it is tried again
-    "Unreachable", "MessageError", "NeighbourLost", "Refused", "RelayFault",  # likewise
+    "Unreachable", "MessageError", "NeighbourLost", "OtherPeer", "Refused", "RelayFault",  # likewise
     "BadCommit", "BadList", "BadTensor", "FrameError", "NoiseError", "PayloadError", "SchemaError",  # the stream ends
     "Unreadable",  # its update is left out
 }  # fmt: skip
@@ -306,7 +306,8 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "run dismiss": (tiny.OPERATORS[2].peer_id,),
     "run quorum": ("1",),
 }
-"""Every command that looks for a run, with its arguments, but doctor, which goes on, and `service install`."""
+"""Every command that looks for a run, with its arguments, but doctor, which goes on, `service install`, and
+`run card`, which reads the node's folder."""
 OWN_FOLDER = ("join", "me", "invite", "run")
 """Those whose --dir has a key."""
 
@@ -319,7 +320,7 @@ def test_every_command_says_of_a_dead_line_that_nobody_is_there(
         for name, command in COMMANDS.items()
         if any(p.param_type_name == "argument" and p.name in ("run", "where") for p in command.params)
     }
-    assert {f"potluck {name}" for name in (*OTHERS, "doctor", "service install")} == take_one
+    assert {f"potluck {name}" for name in (*OTHERS, "doctor", "service install", "run card")} == take_one
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("We the people")
     keyfile.load_or_create(tmp_path / "own" / "identity.key")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -17,7 +16,9 @@ import psutil
 import pytest
 
 from peer.events import Event, from_json
-from peer.node.open_run import parse_run
+from peer.net import keyfile
+from peer.node.open_run import KEY, parse_run
+from protocol.run import short_line
 from protocol.run.manifest import TimingSpec
 from tests.faults.homes import Homes, homes
 from tests.faults.processes import DEADLINE, Swarm
@@ -168,8 +169,10 @@ def test_a_bootstrap_node_is_run_as_a_peer_is(tmp_path: Path) -> None:
         assert code == (-signal.SIGKILL if stop == signal.SIGKILL else 0)
     assert lines[0] == lines[1]
     told = parse_run(str(user.path / "join" / "run.toml"))
-    _, node_id, run_id = re.split("/p2p/|#", lines[0].strip())
-    assert (told.bootstrap, told.run_id) == ((f"/dns4/bootstrap/tcp/31337/p2p/{node_id}",), run_id)
+    line, node_id = short_line.parse(lines[0].strip()), keyfile.load_or_create(user.path / "run" / "node" / KEY).peer_id
+    assert told.bootstrap == (f"/dns4/bootstrap/tcp/31337/p2p/{node_id}",)
+    assert line is not None
+    assert line.code == short_line.code_of(node_id, told.run_id)
     assert (user.path / "run" / "node" / "potluck.log").read_text().count(lines[0]) == 2
     assert user.potluck("service", "status", "--dir", "run/node").returncode == 0
     assert user.potluck("service", "remove", "--dir", "run/node").returncode == 0

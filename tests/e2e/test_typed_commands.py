@@ -44,7 +44,7 @@ ELSEWHERE = {
 """Commands that need more than this run, or take long, by the test that types them."""
 REACHES = r"is here: |\"event\": \"started\""
 SIGNS = {
-    "potluck bootstrap": r"to join: potluck join /ip4/127",
+    "potluck bootstrap": r"to join: potluck join [a-z0-9-]+@127",
     "potluck join": REACHES,
     "potluck join ADDRESS --hours": rf"{REACHES}|pauses: outside of its hours",
     "potluck monitor": r"round \d+|\"round\":",
@@ -60,6 +60,7 @@ SAYS = {
     "potluck log verify": "digests",
     "potluck service status": "runs since",
     "potluck run ban": "decided",
+    "potluck run card": '"signature": "',
     "potluck run set": "decided",
     "potluck data show": "held out",
     "potluck plan": "replica",

@@ -13,6 +13,7 @@ import pytest
 from peer.cli.export import public_line
 from peer.ui.model_card import CARD, Card
 from protocol.run.manifest import HintSpec
+from protocol.run.short_line import join_line
 from tests.support import hub, tiny
 from tests.support.exports import written
 from tests.support.invitations import CLOSED, ticket
@@ -94,11 +95,11 @@ PUBLIC, HOME = (f"/ip4/{host}/tcp/1/p2p/{tiny.OPERATOR.peer_id}" for host in ("8
 
 def test_the_line_of_an_open_run_on_the_internet_is_published_without_an_invitation() -> None:
     run = tiny.manifest()
-    line = f"{PUBLIC}#{run.run_id}"
-    assert public_line(run, line) == line
-    assert public_line(run, f"{line}#{ticket(run=run.run_id).text()}") == line
+    line, short = f"{PUBLIC}#{run.run_id}", join_line(run.name, PUBLIC, run.run_id)
+    assert public_line(run, line) == short
+    assert public_line(run, f"{line}#{ticket(run=run.run_id).text()}") == short
     hinted = dataclasses.replace(run, hints=HintSpec(bootstrap=(HOME, PUBLIC)))
-    assert public_line(hinted, "my-node") == line
+    assert public_line(hinted, "my-node") == short
 
 
 @pytest.mark.parametrize("where", [f"{HOME}#{tiny.manifest().run_id}", "my-node"], ids=["at home", "a folder"])

@@ -2,79 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import re
 
 import pytest
-from rich.console import Console
 
 from peer import events
-from peer.events import Body, Event
-from peer.ui.join_screen import JoinScreen
 from protocol.wire.claims import Evaluation
-from tests.support.tui import PEERS
+from tests.support.joined import ME, Seen, applied, found, story, trains
 
-ME = PEERS[0]
 SIZES = [(60, 12), (60, 20), (80, 24), (120, 40), (200, 60)]
-NOON = 1_700_000_000.0
-
-
-class Seen:
-    """A screen of this size, and a clock that moves with the events."""
-
-    def __init__(self, width: int = 80, height: int = 24, encoding: str = "utf-8") -> None:
-        self.time = NOON
-        self.out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-        console = Console(
-            width=width, height=height, file=self.out, force_terminal=True, legacy_windows=False, _environ={}
-        )
-        self.screen = JoinScreen(ME, console, clock=lambda: self.time)
-
-    def tell(self, body: Body, seconds: float = 1.0) -> Seen:
-        self.time += seconds
-        self.screen.feed(Event(self.time, ME, body))
-        return self
-
-    def lines(self) -> list[str]:
-        width, height = self.screen.console.size
-        console = Console(width=width, height=height, file=io.StringIO(), record=True, legacy_windows=False)
-        console.print(self.screen.frame())
-        return console.export_text().rstrip("\n").split("\n")
-
-    def text(self) -> str:
-        return " ".join("\n".join(self.lines()).replace("│", " ").split())
-
-
-def applied(round: int, own: int = 2000, **changes: object) -> events.Round:
-    values = {
-        "seconds": {}, "bytes_sent": 1_000_000 * round, "bytes_received": 5_000_000 * round,
-        "boundary_forward_bytes": 0, "boundary_backward_bytes": 0, "boundary_tokens": 0, "rounds": 200, "peers": 12,
-        "own_tokens": own, "tokens": 31_000, "own_tokens_so_far": own * round, "tokens_so_far": 31_000 * round,
-        "rank": 3 if own else 0, "contributors": 14, "loss": 4.0 - 0.01 * round,
-    }  # fmt: skip
-    return events.Round(round=round, **{**values, **changes})  # type: ignore[arg-type]
-
-
-def found() -> events.Found:
-    return events.Found(
-        run="ab" * 32, name="Shakespeare", parameters=6_800_000, round_seconds=30.0, rounds=200, probation=8
-    )
-
-
-def trains(seen: Seen, round: int, steps: int = 7) -> Seen:
-    seen.tell(events.Role(round=round, role="full", replica=3, first=0, last=4, position=0, stages=1, steps=15))
-    for step in range(1, steps + 1):
-        seen.tell(events.Step(round=round, step=step, loss=3.5, tokens=2048, seconds=2.0), 2.0)
-    return seen
-
-
-def story(width: int = 80, height: int = 24, encoding: str = "utf-8") -> Seen:
-    """Twelve rounds of a newcomer, in the middle of the next."""
-    seen = Seen(width, height, encoding).tell(found())
-    for round in range(1, 13):
-        probation = "is on probation, and counts from round 9 on" if round < 9 else ""
-        trains(seen, round, 15).tell(applied(round, 0 if probation else 2000, probation=probation))
-    return trains(seen, 13)
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
