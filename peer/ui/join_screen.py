@@ -16,7 +16,7 @@ from rich.text import Text
 
 from peer import events
 from peer.events import Event
-from peer.ui.lines import MARKS, Lines
+from peer.ui.lines import MARKS, Lines, on_probation
 from peer.ui.screen import GRAY, GREEN, LEVEL_STYLES, SKY, LiveScreen, chart, panel
 from peer.ui.text import blocks, called, clean, cleaned, duration, number, percent, readable, size
 
@@ -198,9 +198,9 @@ class JoinScreen(LiveScreen):
             table.add_row("here", f"{duration(self._clock() - self._began)}; Ctrl-C leaves at any time")
             return table
         mine = f"{done.own_tokens:,} of {done.tokens:,} tokens yours"
-        table.add_row(f"round {done.round:,}", Text(mine, style=GREEN if done.own_tokens else ""))
         if done.probation:
-            table.add_row("newcomer", Text("your work is good and kept; it counts after a few rounds"))
+            mine = on_probation(done.probation)
+        table.add_row(f"round {done.round:,}", Text(mine, style=GREEN if done.own_tokens else ""))
         if done.rank:
             share = percent(done.own_tokens_so_far / max(1, done.tokens_so_far))
             of = f"rank {done.rank:,} of {done.contributors:,}"

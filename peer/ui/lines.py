@@ -211,7 +211,7 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
             yours = f": {own:,} of {done.tokens:,} tokens were yours" if own else ""
             return [
                 Said("good", f"round {round} is applied{yours}; {amounts}"),
-                *([Said("info", f"round {round}: {_on_probation(done.probation)}")] if done.probation else []),
+                *([Said("info", f"round {round}: {on_probation(done.probation)}")] if done.probation else []),
                 *_measured(done.evaluations, done.scores, names),
             ]
         case events.ChainFailed(round=round, peer=peer, reason=reason):
@@ -232,7 +232,7 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
     return describe(event, names)
 
 
-def _on_probation(reason: str) -> str:
+def on_probation(reason: str) -> str:
     """A `LeftOut.reason` of work on probation, for its maker."""
     _, _, when = reason.rpartition("counts ")
     return f"your work is good and is kept; as you are new, it counts {when or 'soon'}"

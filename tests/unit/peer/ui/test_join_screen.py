@@ -54,9 +54,10 @@ def test_what_comes_before_the_first_round_is_said() -> None:
 
 
 def test_a_newcomers_work_is_kept_and_nothing_is_yellow() -> None:
-    seen = Seen().tell(found())
+    seen = Seen(60, 20).tell(found())
     trains(seen, 1).tell(applied(1, 0, probation="is on probation, and counts from round 9 on"))
-    assert "your work is good and kept; it counts after a few rounds" in seen.text()
+    assert "round 1 your work is good and is kept; as you are new, it counts from round 9 on" in seen.text()
+    assert "tokens yours" not in seen.text()
     assert "!" not in seen.text()
     assert "rank" not in seen.text()
 
