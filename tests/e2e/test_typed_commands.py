@@ -50,7 +50,7 @@ SIGNS = {
     "potluck monitor": r"round \d+|\"round\":",
     "potluck monitor ADDRESS --web 8080": r"the page: http://127",
     "potluck monitor ADDRESS --web 0.0.0.0:8080": r"the page: http://0.0.0.0",
-    "potluck monitor ADDRESS --metrics 9100": r"Prometheus: http://127\.0\.0\.1:9100/metrics",
+    "potluck monitor ADDRESS --metrics 9100": r"Prometheus: http://127\.0\.0\.1:\d+/metrics",
 }
 """Commands that go on: what they say before Ctrl-C ends them, by how they begin; the longest counts."""
 ENDS = ("potluck monitor ADDRESS --once", "potluck monitor run.toml --replay", "potluck monitor demo-run/bootstrap")
