@@ -215,8 +215,6 @@ class Found:
     parameters: int
     round_seconds: float
     """Seconds of training in a round."""
-    rounds: int = 0
-    """The run's last round, as its manifest has it."""
     probation: int = 0
     """Rounds in which a newcomer's work has no weight."""
     state_bytes: int = 0
@@ -604,7 +602,6 @@ def found(manifest: Manifest) -> Found:
         name=manifest.name,
         parameters=manifests.parameters(manifest),
         round_seconds=seconds,
-        rounds=manifest.rounds,
         probation=manifest.admission.probation if manifest.admission.is_open else 0,
         state_bytes=12 * manifests.parameters(manifest),
         state_seconds=manifest.checkpoint_rounds * seconds,

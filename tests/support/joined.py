@@ -53,9 +53,7 @@ def applied(round: int, own: int = 2000, **changes: object) -> events.Round:
 
 
 def found() -> events.Found:
-    return events.Found(
-        run="ab" * 32, name="Shakespeare", parameters=6_800_000, round_seconds=30.0, rounds=200, probation=8
-    )
+    return events.Found(run="ab" * 32, name="Shakespeare", parameters=6_800_000, round_seconds=30.0, probation=8)
 
 
 def trains(seen: Seen, round: int, steps: int = 7) -> Seen:
