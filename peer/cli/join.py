@@ -47,7 +47,6 @@ from peer.node.way_in import NetworkStart
 from peer.training import device as devices_here
 from peer.training.device import Hardware, parse_rate, parse_size
 from peer.ui.join_screen import JoinScreen
-from peer.ui.lines import sink
 from peer.ui.text import LONGEST_NAME, clean, harmless_name, typed
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity
@@ -193,7 +192,7 @@ async def join(config: JoinConfig, factories: Factories | None = None) -> None:
     key = keyfile.load_or_create(folder / KEY)
     clock = Clock() if factories is None else factories.clock
     screen = JoinScreen(key.peer_id)
-    tally = Tally(sink(True) if config.json else screen.feed)
+    tally = Tally(events.json_sink() if config.json else screen.feed)
     emit, began = Emitter(key.peer_id, tally.take), clock.steady()
     storage = Storage(folder, config.store_bytes)
     try:

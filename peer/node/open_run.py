@@ -145,8 +145,8 @@ async def spelled_out(
 
 
 async def _answering(transport: Transport, line: ShortLine) -> str:
-    """The peer that answers at the line's address, by its key: the daemon dials one that is nobody's, and says which it
-    found. Raises NobodyThere."""
+    """The peer that answers at the line's address, by its key: the daemon dials an id of no peer, and reports the one
+    that it found. Raises NobodyThere."""
     nobody = Identity(os.urandom(SEED_BYTES)).peer_id
     try:
         await transport.connect([f"{line.dial}/p2p/{nobody}"], timeout=REACH_SECONDS / 2)

@@ -17,7 +17,7 @@ from rich.text import Text
 from peer import events
 from peer.events import Event
 from peer.ui.lines import MARKS, Lines, on_probation
-from peer.ui.screen import GRAY, GREEN, LEVEL_STYLES, SKY, LiveScreen, chart, panel
+from peer.ui.screen import GRAY, GREEN, LEVEL_STYLES, LiveScreen, Plain, bar, brand, chart, panel, title_line
 from peer.ui.text import blocks, called, clean, cleaned, duration, number, percent, readable, size
 
 NOTES = 200
@@ -141,18 +141,16 @@ class JoinScreen(LiveScreen):
             body = [panel("your part", facts, width, middle, ascii_only)]
         if notes:
             body.append(panel("news", self._told(width - 4, notes - 2), width, notes, ascii_only))
-        return Group(*top, *body)
+        frame = Group(*top, *body)
+        return Plain(frame) if ascii_only else frame
 
     def _title(self, width: int) -> Text:
         name = clean(self._found.name) if self._found is not None else ""
-        left = Text.assemble(
-            (" potluck ", f"bold reverse {SKY}"), (f" {name}" if name else "", "bold"), (f" · {self._who()}", GRAY)
-        )
+        left = brand(name).append(f" · {self._who()}", style=GRAY)
         right = ""
         if self._done is not None and self._done.rounds:
             right = f"round {min(self._done.round + 1, self._done.rounds):,} of {self._done.rounds:,}"
-        left.truncate(max(0, width - len(right) - 2), overflow="ellipsis")
-        return Text.assemble(left, " " * max(1, width - left.cell_len - len(right) - 1), (right, "bold"), no_wrap=True)
+        return title_line(left, right, width)
 
     def _who(self) -> str:
         return f"you are {self._name or called(self._me, {})}"
@@ -174,10 +172,9 @@ class JoinScreen(LiveScreen):
         if width >= 100 and role.steps > last.step:
             label += f" · {duration(seconds / len(steps) * (role.steps - last.step))} left"
         free = max(4, width - len(label))
-        whole = min(free, round(free * last.step / max(1, role.steps, last.step)))
-        bar = Text.assemble(("█" * whole, SKY), ("░" * (free - whole), GRAY), label, no_wrap=True)
-        bar.truncate(width, overflow="ellipsis")
-        return f"round {role.round:,}", Group(now, bar)
+        done = Text.assemble(bar(last.step / max(1, role.steps, last.step), free), label, no_wrap=True)
+        done.truncate(width, overflow="ellipsis")
+        return f"round {role.round:,}", Group(now, done)
 
     def _expects(self) -> str:
         if self._found is None:

@@ -367,9 +367,9 @@ class Lines:
         return (describe_own if self._own else describe)(event, self._names)
 
 
-def sink(json: bool, *, own: bool = False) -> Sink:
-    """A sink that prints events, as JSON or as text. own: as of `Lines`."""
-    return events.json_sink() if json else printer(Lines(own=own))
+def sink(json: bool) -> Sink:
+    """A sink that prints events, as JSON or as text."""
+    return events.json_sink() if json else printer(Lines())
 
 
 def printer(lines: Lines, out: TextIO | None = None) -> Sink:

@@ -117,7 +117,7 @@ class LiveScreen:
                 refresh_per_second=self.refresh_per_second,
                 transient=True,
             )
-            self._live.start()
+            self._live.start(refresh=True)  # what ends at once was seen, too
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -262,23 +262,36 @@ def _title(view: RunView, width: int) -> Text:
         text += f" · {duration(view.eta)} left"
     elif view.began is not None and view.finished:
         text += f" in {duration(view.now - view.began)}"
-    left = Text.assemble((" potluck ", f"bold reverse {SKY}"), (f" {manifest.name}", "bold"))
+    left = brand(manifest.name)
     if left.cell_len + len(text) + 20 <= width:
         left.append(f" · run {manifest.run_id[:8]}", style=GRAY)
-    left.truncate(max(0, width - len(text) - 2), overflow="ellipsis")
-    style = LEVEL_STYLES["error"] if view.is_silent else "bold"
-    return Text.assemble(left, " " * max(1, width - left.cell_len - len(text) - 1), (text, style), no_wrap=True)
+    return title_line(left, text, width, LEVEL_STYLES["error"] if view.is_silent else "bold")
+
+
+def brand(name: str) -> Text:
+    """The program, and the run's name, which begins a title."""
+    return Text.assemble((" potluck ", f"bold reverse {SKY}"), (f" {name}" if name else "", "bold"))
+
+
+def title_line(left: Text, right: str, width: int, style: str = "bold") -> Text:
+    """A line of `width` characters that ends with `right`; `left` is cut where there is no space for it."""
+    left.truncate(max(0, width - len(right) - 2), overflow="ellipsis")
+    return Text.assemble(left, " " * max(1, width - left.cell_len - len(right) - 1), (right, style), no_wrap=True)
 
 
 def _bar(view: RunView, width: int, *, with_loss: bool) -> Text:
     label = f" {view.progress * 100:3.0f} % "
     if with_loss and view.losses:
         label += f"· loss {view.losses[-1][1]:.3f} "
-    free = width - len(label) - 1
-    filled = view.progress * free
+    return Text.assemble(" ", bar(view.progress, width - len(label) - 1), label, no_wrap=True)
+
+
+def bar(share: float, width: int) -> Text:
+    """A bar of `width` characters, filled by `share`, 0 to 1."""
+    filled = share * width
     whole = int(filled)
     part = " ▏▎▍▌▋▊▉"[int((filled - whole) * 8)].strip()
-    return Text.assemble(" ", ("█" * whole + part, SKY), ("░" * (free - whole - len(part)), GRAY), label, no_wrap=True)
+    return Text.assemble(("█" * whole + part, SKY), ("░" * (width - whole - len(part)), GRAY))
 
 
 def _curve(view: RunView, width: int, height: int, ascii_only: bool) -> Panel:

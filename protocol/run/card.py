@@ -1,4 +1,4 @@
-"""The card of a run for lists of runs: what it trains, who can take part, and the line to join, signed by its operator.
+"""The card of a run for lists of runs: what it trains, its admission, and the line to join, signed by its operator.
 
 A list has the card of a run as JSON in each line. It may come from anybody: a card is shown where the key that signed
 it and the run's id give the code of its line (protocol/run/short_line.py).

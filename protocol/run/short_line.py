@@ -1,7 +1,7 @@
 """The short line with which people join a run: `NAME@HOST[:PORT]#CODE`.
 
 HOST and PORT lead to a bootstrap node. CODE is the beginning of a digest of that node's peer id and the run's id, so
-that nobody who sits at that address can bend the line to another run. NAME is for people; it is compared with the
+that no other host at that address can bend the line to another run. NAME is for people; it is compared with the
 manifest's.
 """
 

@@ -115,3 +115,11 @@ def test_lines_are_printed_before_and_after_the_screen() -> None:
     shown, hidden = raw.index("\x1b[?1049h"), raw.index("\x1b[?1049l")
     assert raw.index("! before\n") < shown < hidden < raw.index("! after\n")
     assert "! while\n" not in raw
+
+
+def test_a_terminal_without_utf_8_gets_ascii() -> None:
+    seen = story(80, 24, "ascii")
+    with seen.screen:
+        seen.tell(events.Warning(text="“quoted”"))
+    seen.out.flush()
+    assert "step 7 of 15" in seen.out.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
