@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import json
+import math
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import parse_qs
 
 import typer
 
@@ -22,10 +29,16 @@ from peer.ui.monitor import Monitor, Replay
 from peer.ui.monitor_screen import MonitorScreen
 from peer.ui.run_view import SILENT_SECONDS
 from peer.ui.state import to_json
+from peer.ui.text import clean, harmless
 from protocol.errors import UsageError
 from protocol.run.manifest import Manifest
 
 CHANGE_SECONDS = 1.0
+JSON = "application/json"
+SAMPLE_CHARACTERS, SAMPLE_TOKENS, SAMPLE_SECONDS = 500, 80, 60.0
+"""The most of a visitor's text, of its continuation, and of the time for it."""
+SAMPLE_SHARE = 1 / 4
+"""Of the time the machine writes for visitors at most, however many there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +61,14 @@ class WatchOptions:
         str | None,
         typer.Option(
             metavar="[HOST:]PORT", help="Serve a page with charts to browsers (default: of this machine only)."
+        ),
+    ] = None
+    sample: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="With --web: let visitors of the page have texts continued, on this machine, one at a time; DIR as for"
+            " potluck sample.",
         ),
     ] = None
     metrics: Annotated[
@@ -79,6 +100,11 @@ async def _monitor(options: WatchOptions) -> None:
         for option, text in (("--web", options.web), ("--metrics", options.metrics))
         if text is not None
     }
+    if options.sample is not None and (options.web is None or not options.sample.is_dir()):
+        reason = (
+            "is of the page; give it with --web" if options.web is None else "no such folder; give a peer's or node's"
+        )
+        raise UsageError(f"--sample {options.sample}: {reason}")
     with contextlib.suppress(asyncio.CancelledError):
         async with _opened(options) as (manifest, source):
             if options.once:
@@ -126,7 +152,7 @@ async def _watch(
         manifest, leave=leave, me=me, news_age=lambda: source.news_age, join_line=lambda: source.join_line
     )
     with contextlib.ExitStack() as stack:
-        for server in _servers(screen, where):
+        for server in _servers(screen, where, options.sample):
             stack.enter_context(server)
             for path, what in ("", "the page"), ("metrics", "figures for Prometheus"):
                 if f"/{path}" in server.paths:
@@ -146,15 +172,66 @@ async def _watch(
             left.cancel()
 
 
-def _servers(screen: MonitorScreen, where: dict[str, tuple[str, int]]) -> list[web.Server]:
-    """A server for each address. where: addresses by option. Raises UsageError if an address cannot be used."""
+def _servers(screen: MonitorScreen, where: dict[str, tuple[str, int]], folder: Path | None) -> list[web.Server]:
+    """A server for each address. where: addresses by option; folder: of `--sample`. Raises UsageError if an address
+    cannot be used."""
     paths: dict[tuple[str, int], web.Paths] = {}
     if "--web" in where:
-        paths[where["--web"]] = web.site(screen.state, screen.version)
+        sample = None if folder is None else Sampler(folder, screen.say)
+        paths[where["--web"]] = web.site(screen.state, screen.version, sample)
     if "--metrics" in where:
         figures = web.CachedAnswer(metrics.KIND, lambda: metrics.exposition(screen.state()), screen.version)
         paths[where["--metrics"]] = {**paths.get(where["--metrics"], {}), "/metrics": figures}
     return [web.Server(address, served) for address, served in paths.items()]
+
+
+class Sampler:
+    """Continues a visitor's text by `potluck sample`: one text at a time, in at most SAMPLE_SHARE of the time, by the
+    newest model in `folder`. tell: takes what `potluck sample` says when it fails."""
+
+    def __init__(self, folder: Path, tell: Callable[[str, str], None]) -> None:
+        self._folder, self._tell = folder, tell
+        self._lock, self._free_at = threading.Lock(), 0.0
+
+    def __call__(self, query: str) -> web.Answer:
+        text = parse_qs(query, errors="replace").get("text", [""])[0][:SAMPLE_CHARACTERS].replace("\0", "")
+        if not self._lock.acquire(blocking=False):
+            return _refused("It writes for somebody else just now; try again in a moment.")
+        try:
+            began = time.monotonic()
+            if began < self._free_at:
+                return _refused(f"It rests for {math.ceil(self._free_at - began)} s; try again then.")
+            written = self._continued(text)
+            ended = time.monotonic()
+            self._free_at = ended + (ended - began) * (1 / SAMPLE_SHARE - 1)
+        finally:
+            self._lock.release()
+        if written is None:
+            return _refused("The model cannot write just now; try again later.")
+        return web.answer(JSON, json.dumps({"written": written.removeprefix(harmless(text)).rstrip("\n")}))
+
+    def _continued(self, text: str) -> str | None:
+        command = [sys.executable, "-m", "peer.cli", "sample", str(self._folder), f"--prompt={text}"]
+        try:
+            done = subprocess.run(
+                [*command, f"--tokens={SAMPLE_TOKENS}"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=SAMPLE_SECONDS,
+                encoding="utf-8",
+                errors="replace",
+            )
+        except subprocess.TimeoutExpired:
+            self._tell(f"--sample {self._folder}: a text took over {SAMPLE_SECONDS:.0f} s", "warning")
+            return None
+        if done.returncode:
+            self._tell(f"--sample {self._folder}: {clean(done.stderr.strip().rpartition(chr(10))[2])}", "warning")
+            return None
+        return done.stdout
+
+
+def _refused(reason: str) -> web.Answer:
+    return web.answer(JSON, json.dumps({"refused": reason}), status=503)
 
 
 async def _print_changes(source: EventSource, screen: MonitorScreen) -> None:

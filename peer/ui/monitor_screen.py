@@ -183,13 +183,13 @@ class MonitorScreen(Screen):
         with self._lock:
             self._take(event)
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, level: str = "good") -> None:
         """Shows a message that is no event."""
         with self._lock:
             self._news, self.changes = True, self.changes + 1
-            self.view.notes.append(Note(time.time(), "good", text))
+            self.view.notes.append(Note(time.time(), level, text))
         if self._live is None:
-            print(f"{MARKS['good']} {text}", file=sys.stderr, flush=True)
+            print(f"{MARKS[level]} {text}", file=sys.stderr, flush=True)
 
     def press(self, key: str) -> None:
         """Applies a key."""

@@ -1,4 +1,4 @@
-"""Web server of `potluck monitor`: a page, `/state.json`, `/join.svg` and `/metrics`, for untrusted clients.
+"""Web server of `potluck monitor`: a page, `/state.json`, `/join.svg`, `/sample` and `/metrics`, for untrusted clients.
 
 It answers only GET and HEAD of these paths. Requests, answers and connections are limited in size, time and number. An
 answer is made at most once in FRESH_SECONDS, and once in SAME_SECONDS if nothing has happened.
@@ -42,18 +42,22 @@ class Answer:
     plain: bytes
     compressed: bytes
     """gzip."""
-    policy: str = "default-src 'none'; frame-ancestors 'none'"
+    policy: str
     """Content security policy."""
+    status: int = 200
+    """HTTP status."""
 
 
-def answer(kind: str, text: str, **fields: str) -> Answer:
+def answer(
+    kind: str, text: str, policy: str = "default-src 'none'; frame-ancestors 'none'", status: int = 200
+) -> Answer:
     """Makes an answer of a text."""
     raw = text.encode("utf-8", "replace")
-    return Answer(kind, raw, gzip.compress(raw, 5, mtime=0), **fields)
+    return Answer(kind, raw, gzip.compress(raw, 5, mtime=0), policy, status)
 
 
 class CachedAnswer:
-    """An answer that is made again when it is requested and too old. Any thread may call it.
+    """An answer to any query, made again when it is requested and too old. Any thread may call it.
 
     version: returns another value after something has happened.
     """
@@ -69,7 +73,7 @@ class CachedAnswer:
         self._lock = threading.Lock()
         self._made: tuple[float, object, Answer] | None = None
 
-    def __call__(self) -> Answer:
+    def __call__(self, query: str = "") -> Answer:
         with self._lock:
             now = self._version()
             if self._made is not None:
@@ -81,9 +85,11 @@ class CachedAnswer:
             return made
 
 
-def page() -> Answer:
-    """The page. Its policy allows its own script and style, and requests to this server."""
+def page(*, samples: bool = False) -> Answer:
+    """The page. Its policy allows its own script and style, and requests to this server. samples: with the text box."""
     text = PAGE.read_text(encoding="utf-8")
+    if samples:
+        text = text.replace('<div id="try" hidden>', '<div id="try">')
     script, style = (_digests(text, name) for name in ("script", "style"))
     policy = (
         f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self';"
@@ -110,14 +116,17 @@ def join_code(state: State) -> str:
     return out.getvalue().decode()
 
 
-Paths = Mapping[str, Callable[[], Answer]]
+Paths = Mapping[str, Callable[[str], Answer]]
+"""Answers by path; they take the URL's query."""
 
 
-def site(state: Callable[[], State], version: Callable[[], object]) -> Paths:
-    """The page and what it asks for. version: as of CachedAnswer."""
-    shown = page()
-    return {
-        "/": lambda: shown,
+def site(
+    state: Callable[[], State], version: Callable[[], object], sample: Callable[[str], Answer] | None = None
+) -> Paths:
+    """The page and what it asks for. version: as of CachedAnswer; sample: continues the text of a query."""
+    shown = page(samples=sample is not None)
+    return ({} if sample is None else {"/sample": sample}) | {
+        "/": lambda query: shown,
         "/state.json": CachedAnswer("application/json", lambda: to_json(state()), version),
         "/join.svg": CachedAnswer("image/svg+xml", lambda: join_code(state()), version),
     }
@@ -144,13 +153,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile = io.BytesIO(head)  # type: ignore[assignment]
 
     def do_GET(self) -> None:
-        make = self.server.paths.get(self.path.partition("?")[0])
+        path, _, query = self.path.partition("?")
+        make = self.server.paths.get(path)
         if make is None:
             return self.send_error(404)
-        found = make()
+        found = make(query)
         small = "gzip" in (self.headers.get("Accept-Encoding") or "")
         data = found.compressed if small else found.plain
-        self.send_response(200)
+        self.send_response(found.status)
         self._head(found.kind, len(data), found.policy)
         self.send_header("Vary", "Accept-Encoding")
         if small:

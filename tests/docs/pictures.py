@@ -23,7 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -172,9 +172,9 @@ def made_up(peers: int) -> MonitorScreen:
 
 
 @contextlib.contextmanager
-def served(screen: MonitorScreen) -> Iterator[str]:
-    """The address of the web page of a monitor that knows this."""
-    with web.Server(("127.0.0.1", 0), web.site(screen.state, lambda: screen.changes)) as server:
+def served(screen: MonitorScreen, sample: Callable[[str], web.Answer] | None = None) -> Iterator[str]:
+    """The address of the web page of a monitor that knows this. sample: as of web.site."""
+    with web.Server(("127.0.0.1", 0), web.site(screen.state, lambda: screen.changes, sample)) as server:
         yield server.url
 
 

@@ -18,12 +18,13 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
 import torch
 
-from peer.cli import main
+from peer.cli import main, watch
 from peer.log import replay
 from peer.log.export import WEIGHTS
 from peer.training.model import Stage
@@ -113,6 +114,19 @@ def test_every_later_option_is_in_one_of_these() -> None:
     plain, options = swarms.MODEL, [dataclasses.replace(swarms.MODEL, **changes) for changes in NEWER.values()]
     later = {f.name for f in dataclasses.fields(ModelSpec) if f.metadata == schema.LATER}
     assert later == {name for name in later for spec in options if getattr(spec, name) != getattr(plain, name)}
+
+
+def test_a_page_goes_on_with_a_visitors_text_within_bounds(done: Done, tmp_path: Path) -> None:
+    told: list[str] = []
+    sampler = watch.Sampler(done.folder, lambda text, level: told.append(f"{level}: {text}"))
+    answers = [sampler("text=" + quote("--round=1 once\x00 upon\x1b[2J")), sampler("text=x")]
+    assert [found.status for found in answers] == [200, 503], told
+    assert json.loads(answers[0].plain)["written"]
+    assert "It rests for" in json.loads(answers[1].plain)["refused"]
+    broken = watch.Sampler(tmp_path, lambda text, level: told.append(f"{level}: {text}"))
+    assert broken("text=x").status == 503
+    assert len(told) == 1
+    assert told[0].startswith(f"warning: --sample {tmp_path}: potluck: ")
 
 
 def test_its_card_says_what_the_log_says(done: Done, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import shutil
+from urllib.parse import parse_qs
 
 import pytest
 from rich.console import Console
 
 from peer import events
+from peer.ui import web
 from peer.ui.monitor_screen import MonitorScreen
 from protocol.run.manifest import AdmissionSpec
 from protocol.wire.claims import Evaluation
@@ -66,3 +69,30 @@ def test_a_closed_run_says_how_one_is_invited_and_gives_no_address() -> None:
         assert page.says("document.getElementById('code').hidden")
         page.close()
         assert browser.faults == []
+
+
+@pytest.mark.parametrize("window", [PHONE, DESK])
+def test_a_visitor_has_a_text_continued_where_the_operator_allows_it(window: tuple[int, int]) -> None:
+    """What is typed and what comes back is shown as text, never as markup."""
+    said = [{"written": f" <b>goes</b> on {LETTERS}"}, {"refused": "It rests for 3 s; try again then."}]
+    asked: list[str] = []
+
+    def sample(query: str) -> web.Answer:
+        asked.extend(parse_qs(query)["text"])
+        return web.answer("application/json", json.dumps(said[len(asked) - 1]), status=200 if len(asked) == 1 else 503)
+
+    with served(screen(20), sample) as url, Browser() as browser:
+        page = browser.open(url, *window, dark=False, ready=READY)
+        for text, shown in ("a <i>b</i> & c", f"a <i>b</i> & c{said[0]['written']}"), ("d", said[1]["refused"]):
+            page.does(f"document.getElementById('beginning').value = {json.dumps(text)}; go.click()")
+            page.until("!go.disabled")
+            assert page.says("continued.textContent") == shown
+            assert page.says("document.documentElement.scrollWidth") <= window[0]
+        assert asked == ["a <i>b</i> & c", "d"]
+        page.close()
+        # a browser logs each answer of 503 as an error
+        assert [fault for fault in browser.faults if "503" not in fault] == []
+    with served(screen(20)) as url, Browser() as browser:
+        page = browser.open(url, *window, dark=False, ready=READY)
+        assert page.says("document.getElementById('try').hidden")
+        page.close()

@@ -28,7 +28,11 @@ DEADLINE = 30.0
 
 @contextlib.contextmanager
 def serving(**options: float) -> Iterator[Server]:
-    paths = {"/": web.page, "/state.json": lambda: answer("application/json", json.dumps({"name": "x" * 5000}))}
+    paths: web.Paths = {
+        "/": lambda query: web.page(),
+        "/state.json": lambda query: answer("application/json", json.dumps({"name": "x" * 5000})),
+        "/sample": lambda query: answer("text/plain", query, status=503),
+    }
     with Server(("127.0.0.1", 0), paths, **options) as server:  # type: ignore[arg-type]
         yield server
 
@@ -86,6 +90,11 @@ def test_the_page_and_the_state(server: Server) -> None:
     head, nothing = ask(server, "/state.json", "HEAD")
     assert (head.status, nothing) == (200, b"")
     assert head.getheader("Content-Length") == str(len(plain))
+
+
+def test_an_answer_to_a_query_has_a_status_of_its_own(server: Server) -> None:
+    reply, text = ask(server, "/sample?text=a%20b?c")
+    assert (reply.status, text) == (503, b"text=a%20b?c")
 
 
 @pytest.mark.parametrize("path", ["/favicon.ico", "/../state.json", "/state.json/", "/metrics", "/%2e%2e/etc/passwd"])
@@ -150,7 +159,7 @@ def test_who_does_not_read_is_cut_off() -> None:
     """His thread ends, and with one connection allowed the next one is answered."""
     large = answer("text/plain", "".join(chr(33 + i % 90) for i in range(20_000_000)))
     with (
-        Server(("127.0.0.1", 0), {"/": lambda: large}, most=1, answer_seconds=0.5) as server,
+        Server(("127.0.0.1", 0), {"/": lambda query: large}, most=1, answer_seconds=0.5) as server,
         socket.create_connection(("127.0.0.1", port(server)), DEADLINE) as line,
     ):
         line.sendall(b"GET / HTTP/1.1\r\n\r\n")
