@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from bootstrap.archive import Archive
+from peer.net import compression
 from peer.net.base import MAX_RECORD, Transport, serve_calls
 from peer.net.rate_limits import Rate, TokenBucket
 from protocol.errors import RemoteError
@@ -124,7 +125,7 @@ class LogAndRosterHandler:
 
     async def _read_log(self, remote: str, request: bytes) -> bytes:
         ask = encoding.decode(request, remote, LogRequest)
-        return await asyncio.to_thread(self._archive.after, ask.after)
+        return await asyncio.to_thread(lambda: compression.pack(self._archive.after(ask.after), compression.PLAIN))
 
     async def _read_roster(self, remote: str, request: bytes) -> bytes:
         kinds: tuple[type[Lookup | RosterRequest], ...] = (Lookup, RosterRequest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
+from peer.net import compression
 from peer.net.base import Transport, call, cancel
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
@@ -39,8 +40,8 @@ async def log_page(transport: Transport, node: str, after: int, seconds: float =
     request = encoding.encode(LogRequest(after=after))
     reply = await call(transport, node, endpoints.LOG, request, timeout=seconds, limit=framing.MAX_MESSAGE)
     try:
-        found = framing.unpack_message(reply, values=MOST_RECORDS)
-    except framing.FrameError as error:
+        found = framing.unpack_message(compression.unpack(reply, framing.MAX_MESSAGE), values=MOST_RECORDS)
+    except (framing.FrameError, compression.Malformed) as error:
         raise RemoteError(node, f"log of {short_peer(node)}: {error}; ask another bootstrap node") from None
     if not isinstance(found, list) or not all(isinstance(raw, bytes) for raw in found):
         raise RemoteError(node, f"log of {short_peer(node)}: not a list of commits; ask another bootstrap node")

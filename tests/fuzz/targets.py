@@ -33,7 +33,7 @@ import torch
 from peer.chain import frames as chain_frames
 from peer.chain import quantize
 from peer.demo import recipe
-from peer.net import address, daemon, dht, directory, node_calls
+from peer.net import address, compression, daemon, dht, directory, node_calls
 from peer.net.base import Closed, Ended, Handler
 from peer.net.blobs import BlobServer, BlobStore, Fetcher
 from peer.training import moments
@@ -465,7 +465,7 @@ BLOB_REQUESTS = [
 ]
 _HERE = framing.pack_message({"state": "here", "ask": []})
 _BUSY = framing.pack_message({"state": "busy", "ask": [KEY.peer_id]})
-BLOB_REPLIES = [bytes([len(_HERE)]) + _HERE + BLOB, bytes([len(_BUSY)]) + _BUSY]
+BLOB_REPLIES = [bytes([len(_HERE)]) + _HERE + compression.pack(BLOB, compression.RAW), bytes([len(_BUSY)]) + _BUSY]
 
 
 def change_blob_reply(rng: Any, raw: bytes, others: Sequence[bytes]) -> bytes:
@@ -474,6 +474,13 @@ def change_blob_reply(rng: Any, raw: bytes, others: Sequence[bytes]) -> bytes:
         return change_bytes(rng, raw, others)
     first = change_msgpack(rng, raw[1 : 1 + raw[0]] if raw else b"", BLOB_REQUESTS)[:255]
     return bytes([len(first)]) + first + BLOB
+
+
+def packed_piece(raw: bytes) -> object:
+    """What travels compressed; no more comes out than is expected."""
+    found = compression.unpack(raw, 2 * len(BLOB))
+    check(len(found) <= 2 * len(BLOB), "more comes out than is expected")
+    return len(found)
 
 
 # --- calls
@@ -488,7 +495,9 @@ def log_reply(raw: bytes) -> object:
     """The reply of a LOG call, as `potluck log` and `potluck monitor` read it."""
 
     async def read() -> list[bytes]:
-        return await node_calls.log_page(_FakeTransport([b"\0" + raw]), KEY.peer_id, -1)  # type: ignore[arg-type]
+        return await node_calls.log_page(
+            _FakeTransport([b"\0" + compression.pack(raw, compression.RAW)]), KEY.peer_id, -1
+        )  # type: ignore[arg-type]
 
     return len(LOOP.run_until_complete(read()))
 
@@ -705,6 +714,8 @@ TARGETS = [
     Target("relayed records", sealed_record, (FrameError,), SEALED_RECORDS, change_bytes, 4),
     Target("blob requests", blob_request, (RemoteError,), BLOB_REQUESTS, change_msgpack, 2),
     Target("blob replies", blob_reply, (RemoteError,), BLOB_REPLIES, change_blob_reply, 2),
+    Target("packed pieces", packed_piece, (compression.Malformed,),
+        [compression.pack(BLOB * 2, form) for form in compression.FORMS], change_bytes, 4),
     Target("log requests", call_request, (MessageError,), [encoding.encode(LogRequest(after=3))], change_msgpack, 4),
     Target("log replies", log_reply, (RemoteError,),
         [framing.pack_message(RECORDS * 2), framing.pack_message([])], change_msgpack, 2),

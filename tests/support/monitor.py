@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from peer.events import Event
+from peer.net import compression
 from peer.net.base import serve_calls
 from peer.net.memory import MemoryNetwork
 from peer.ui.monitor import Monitor
@@ -77,7 +78,7 @@ class Node:
         async def answer(remote: str, request: bytes) -> bytes:
             ask = encoding.expect(LogRequest, encoding.decode(request, remote), remote)
             self.asked.append(ask.after)
-            return framing.pack_message(self.log[ask.after + 1 : ask.after + 3])
+            return compression.pack(framing.pack_message(self.log[ask.after + 1 : ask.after + 3]), compression.PLAIN)
 
         await serve_calls(self.transport, endpoints.LOG, answer)
 

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
+from peer.net import compression
 from peer.net.base import Closed, Stream, Timeout, Transport, Unreachable, answer, cancel, now, until, wait_for_event
 from peer.net.blobs.holders import OVERDUE_SECONDS, PATIENCE, WAIT_SECONDS, Absent, Corrupt, Holders, Speed, rank
 from peer.net.blobs.store import LEAVES, BlobStore, Part, Place
@@ -738,13 +739,17 @@ class Fetcher:
                 continue
             index = mine[0]
             begin, end = (0, job.size) if job.part is None else blob_hash.span(job.size, index)
-            data = await self._answer(stream, blob_hash.WHOLE_BYTES)
+            packed = await self._answer(stream, blob_hash.WHOLE_BYTES + 1)
             time = now()
             if not measured:
                 measured = True
                 speed.answered(time - job.asked.get(index, arrived))
-            speed.arrived(time - max(arrived, job.asked.get(index, arrived)), len(data))
+            speed.arrived(time - max(arrived, job.asked.get(index, arrived)), len(packed))
             arrived = time
+            try:
+                data = compression.unpack(packed, end - begin)
+            except compression.Malformed as error:
+                raise Corrupt(holder.peer, f"{what} sent for range {index}: {error}") from None
             if len(data) != end - begin or not await job.keep(index, data):
                 raise Corrupt(holder.peer, f"{what} sent wrong bytes for range {index}")
             mine.popleft()

@@ -9,6 +9,8 @@
        it, surely if from a peer that has it
        {"state": "absent"}
 
+Blobs, ranges and text are packed (peer/net/compression.py).
+
 After "busy", "absent" or a whole blob the stream is free for the next request. A request for text adds its place in a
 chunk of the corpus (store.py), as nodes have whole chunks and peers some ranges: "in": [chunk, its bytes, number of the
 range, or -1 for the leaves]. A file with a name: -> {"named": name} <- {"size": bytes, -1 if absent}, frames.
@@ -25,10 +27,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
+from peer.net import compression
 from peer.net.base import REQUEST_SECONDS, Closed, Ended, Stream, Timeout, Transport
 from peer.net.blobs.fetching import IDLE_SECONDS, Coming
 from peer.net.blobs.store import Blob, BlobStore, Place
@@ -116,7 +119,7 @@ MOST_AHEAD = 8
 TEXTS, TEXT_SECONDS = 16384, 6 * 3600.0
 """Ranges of text whose receivers are remembered, 512 MiB, and for how long after the last request."""
 CACHED_LEAVES = 1024
-"""Blobs whose range digests are kept in memory: 1 KiB for each MiB of a blob."""
+"""Blobs whose range digests are kept in memory, 1 KiB for each MiB of a blob; and as many forms of compression."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +166,7 @@ class BlobServer:
         self._texts = SpreadTracker(COPIES, TEXTS, TEXT_SECONDS)
         self._is_there: Callable[[str], bool] = lambda peer: True
         self._leaves = LruDict[str, bytes](CACHED_LEAVES)
+        self._forms = LruDict[str, int](CACHED_LEAVES)
         self._damaged: set[str] = set()
         self._streams: dict[str, int] = {}
         self._pieces: dict[str, asyncio.Semaphore] = {}
@@ -245,7 +249,13 @@ class BlobServer:
             raise MessageError(peer, f"blobs for {short_peer(peer)}: asks for no place; it was closed")
         if self._text is None:
             return await _say(stream, "absent")
-        data = await asyncio.to_thread(self._text.read, place)
+        text = self._text
+
+        def read() -> tuple[int, bytes]:
+            data = text.read(place)
+            return len(data), self._packed(place.name, data) if data else b""
+
+        length, data = await asyncio.to_thread(read)
         coming = None if data else self._text.coming(place, peer, _named_by(request))
         if not data and coming is None:
             return await _say(stream, "absent")
@@ -259,13 +269,13 @@ class BlobServer:
         sent = 0
         try:
             if coming is not None and await self._arrives(stream, coming):
-                data = await asyncio.to_thread(self._text.read, place)
+                length, data = await asyncio.to_thread(read)
             if not data:
                 return await _say(stream, "absent")
             await _say(stream, "here")
             await self.uplink.turn(peer, len(data))
             await stream.send(data)
-            sent = len(data)
+            sent = length
         finally:
             self._texts.done(key, size, peer, sent)
 
@@ -294,9 +304,9 @@ class BlobServer:
         if request.get("whole") is True and size <= blob_hash.WHOLE_BYTES:
             async with self._pieces[stream.remote]:
                 every = range(blob_hash.count(size))
-                pieces = await asyncio.to_thread(lambda: [self._read(name, blob, leaves, index) for index in every])
-                await self.uplink.turn(stream.remote, size)
-                await stream.send(b"".join(pieces))
+                data = await asyncio.to_thread(self._read, name, blob, leaves, every)
+                await self.uplink.turn(stream.remote, len(data))
+                await stream.send(data)
             sent[0] = size
             return
         if request.get("leaves") is True and len(leaves) > blob_hash.LEAF_BYTES:
@@ -313,10 +323,11 @@ class BlobServer:
                     stream.remote, f"blobs for {short_peer(stream.remote)}: asks for no range; it was closed"
                 )
             async with self._pieces[stream.remote]:
-                data = await asyncio.to_thread(self._read, name, blob, leaves, index)
+                data = await asyncio.to_thread(self._read, name, blob, leaves, (index,))
                 await self.uplink.turn(stream.remote, len(data))
                 await stream.send(data)
-            sent[0] += len(data)
+            begin, end = blob_hash.span(size, index)
+            sent[0] += end - begin
         raise RemoteError(
             stream.remote,
             f"blobs for {short_peer(stream.remote)}: asks for the same ranges again and again; it was closed",
@@ -336,17 +347,26 @@ class BlobServer:
             self._leaves[name] = leaves
         return leaves
 
-    def _read(self, name: str, blob: Blob, leaves: bytes, index: int) -> bytes:
-        """A range that is right: an honest peer's disk must not get it blamed."""
-        try:
-            data = blob.read(index)
-        except OSError:
-            raise RemoteError("", f"blob {name[:12]}: it was removed meanwhile; another is asked") from None
-        if not blob_hash.is_leaf(leaves, index, data):
-            self._leaves.pop(name, None)
-            self._damage(name, blob)
-            raise RemoteError("", f"blob {name[:12]}: damaged on our disk; another is asked")
-        return data
+    def _read(self, name: str, blob: Blob, leaves: bytes, indices: Iterable[int]) -> bytes:
+        """Ranges that are right, packed: an honest peer's disk must not get it blamed."""
+        pieces = []
+        for index in indices:
+            try:
+                data = blob.read(index)
+            except OSError:
+                raise RemoteError("", f"blob {name[:12]}: it was removed meanwhile; another is asked") from None
+            if not blob_hash.is_leaf(leaves, index, data):
+                self._leaves.pop(name, None)
+                self._damage(name, blob)
+                raise RemoteError("", f"blob {name[:12]}: damaged on our disk; another is asked")
+            pieces.append(data)
+        return self._packed(name, b"".join(pieces))
+
+    def _packed(self, name: str, data: bytes) -> bytes:
+        """Packs a piece of a blob or of a chunk of the corpus, in the form that was best for its first one."""
+        if (form := self._forms.get(name)) is None:
+            self._forms[name] = form = compression.form_of(data)
+        return compression.pack(data, form)
 
     def _damage(self, name: str, blob: Blob) -> None:
         self._damaged.add(name)

@@ -16,7 +16,7 @@ import pytest
 from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
 from peer.events import Emitter
-from peer.net import directory
+from peer.net import compression, directory
 from peer.net.base import Stream, serve_calls
 from peer.net.memory import MemoryNetwork
 from protocol.errors import RemoteError
@@ -47,7 +47,7 @@ class Street:
     async def serve(self) -> None:
         async def answer(peer: str, request: bytes) -> bytes:
             self.asked.append(peer)
-            return framing.pack_message([])
+            return compression.pack(framing.pack_message([]), compression.PLAIN)
 
         await serve_calls(self.stranger, endpoints.LOG, answer)
 

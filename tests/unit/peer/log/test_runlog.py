@@ -12,6 +12,7 @@ import pytest
 
 from peer.cli.log import lines, round_lines
 from peer.log import reader, replay
+from peer.net import compression
 from peer.net.base import serve_calls
 from peer.net.blobs import BlobServer, BlobStore
 from peer.net.memory import MemoryNetwork
@@ -37,6 +38,10 @@ def commits(count: int) -> list[Commit]:
     return out
 
 
+UNPACKED = framing.pack_message(["a page"])
+"""A page that is not packed."""
+
+
 @contextlib.asynccontextmanager
 async def remote(answer: Callable[[int], bytes]) -> AsyncIterator[reader.Remote]:
     """The log of two nodes, of which the first is away."""
@@ -44,7 +49,8 @@ async def remote(answer: Callable[[int], bytes]) -> AsyncIterator[reader.Remote]
     node, watcher = network.transport(OTHER), network.transport(WATCHER)
 
     async def log(remote: str, request: bytes) -> bytes:
-        return answer(encoding.expect(LogRequest, encoding.decode(request, remote), remote).after)
+        page = answer(encoding.expect(LogRequest, encoding.decode(request, remote), remote).after)
+        return page if page == UNPACKED else compression.pack(page, compression.PLAIN)
 
     await serve_calls(node, endpoints.LOG, log)
     with tempfile.TemporaryDirectory() as name:
@@ -71,6 +77,7 @@ async def test_the_log_comes_page_by_page_from_the_node_that_answers() -> None:
     ("answer", "reason"),
     [
         (lambda after: b"\xc1", "log of .*not valid|log of .*extension"),
+        (lambda after: UNPACKED, "log of .*no such form of compression"),
         (lambda after: framing.pack_message({"a": 1}), "not a list of commits"),
         (lambda after: framing.pack_message([1]), "not a list of commits"),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from peer.net import compression
 from peer.net.base import Clock, serve_calls
 from peer.net.memory import MemoryNetwork
 from peer.node.sessions import Refusals
@@ -73,7 +74,7 @@ def ends(
                 nonlocal asked
                 asked += 1
                 after = encoding.expect(LogRequest, encoding.decode(request, remote), remote).after
-                return framing.pack_message(list(known[after + 1 : after + 3]))
+                return compression.pack(framing.pack_message(list(known[after + 1 : after + 3])), compression.PLAIN)
 
             await serve_calls(node, endpoints.LOG, page)
         clock = Clock(steady=lambda: 0.0, wall=lambda: 0.0)

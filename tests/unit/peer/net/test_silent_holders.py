@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from peer.net import compression
 from peer.net.base import Stream
 from peer.net.blobs import BlobServer, BlobStore, Fetcher
 from peer.net.blobs.fetching import OVERDUE_SECONDS, WAIT_SECONDS
@@ -78,7 +79,7 @@ def gives(data: bytes) -> Say:
 
     async def say(stream: Stream, request: dict[str, Any]) -> None:
         await stream.send(framing.pack_message({"state": "here"}))
-        await stream.send(data)
+        await stream.send(compression.pack(data, compression.RAW))
 
     return say
 

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from peer import events as kinds
 from peer.events import Event
+from peer.net import compression
 from peer.net.base import Stream, Transport, serve_calls
 from peer.net.memory import MemoryNetwork
 from peer.ui.monitor import COMPARE_POLLS, BadLog, Monitor
@@ -249,7 +250,7 @@ def test_a_fork_between_two_nodes_is_found_and_told_once(voters: tuple[int, ...]
 
     async def answer(raw: bytes, remote: str, request: bytes) -> bytes:
         ask = encoding.expect(LogRequest, encoding.decode(request, remote), remote)
-        return raw if ask.after < 0 else framing.pack_message([])
+        return compression.pack(raw if ask.after < 0 else framing.pack_message([]), compression.PLAIN)
 
     found = [event.body for event in asyncio.run(run()) if isinstance(event.body, kinds.Forked)]
     assert found == ([kinds.Forked(round=0)] if len(voters) == 3 else [])

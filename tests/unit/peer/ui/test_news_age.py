@@ -9,6 +9,7 @@ import io
 import pytest
 from rich.console import Console
 
+from peer.net import compression
 from peer.net.base import Clock, Transport, serve_calls
 from peer.net.memory import MemoryNetwork
 from peer.ui import metrics, views
@@ -140,7 +141,7 @@ class Node:
             if self.away:
                 await asyncio.Event().wait()
             ask = encoding.expect(LogRequest, encoding.decode(request, remote), remote)
-            return framing.pack_message(self.log[ask.after + 1 :])
+            return compression.pack(framing.pack_message(self.log[ask.after + 1 :]), compression.PLAIN)
 
         await serve_calls(self.transport, endpoints.LOG, answer)
 
