@@ -302,6 +302,7 @@ class Job:
     check: Callable[[bytes], object] | None = None
     streams: int = 1
     all_asked: asyncio.Event = field(default_factory=asyncio.Event)
+    begun: bool = False  # whether it has had a turn of the gate
     part: Part | None = None  # what is here of a large blob
     todo: deque[int] = field(default_factory=lambda: deque([0]))
     asked: dict[int, float] = field(default_factory=dict)  # when the others were asked for
@@ -418,32 +419,30 @@ class Fetcher:
 
     def __post_init__(self) -> None:
         self._gate = Gate()
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._jobs: dict[str, Job] = {}
-        self._begun: dict[str, Job] = {}
+        self._jobs: dict[str, tuple[Job, asyncio.Task[None]]] = {}
         self._closing: set[asyncio.Task[list[str]]] = set()
         self._idle = IdleStreams()
 
     def coming(self, name: str, peer: str, named_by: str) -> Coming | None:
         """The running fetch of a blob, if `peer`, sent here by the holder `named_by`, may wait for it."""
-        job = self._begun.get(name)
-        if job is None:
+        job, task = self._jobs.get(name, (None, None))
+        if job is None or task is None or not job.begun:
             return None
         lead = None if job.served else job.asking.get(named_by)
         is_sure = job.served or (lead is not None and not lead.cancelled())
         if rank(name, peer) < rank(name, self.transport.peer_id):
-            return Coming(self._running[name], is_sure, None)
-        return Coming(self._running[name], True, lead) if is_sure else None
+            return Coming(task, is_sure, None)
+        return Coming(task, True, lead) if is_sure else None
 
     @property
     def running(self) -> tuple[str, ...]:
         """The names of all blobs that are being fetched."""
-        return tuple(self._running)
+        return tuple(self._jobs)
 
     @property
     def came(self) -> int:
         """Bytes that are here of large blobs that are being fetched."""
-        return sum(job.came for job in self._begun.values())
+        return sum(job.came for job, _ in self._jobs.values())
 
     async def fetch(
         self,
@@ -479,35 +478,35 @@ class Fetcher:
             raise RemoteError(
                 "nobody", f"blob {name[:12]}: {size} bytes; at most {blob_hash.MAX_BLOB_BYTES} are fetched"
             )
-        task = self._running.get(name)
+        _, task = self._jobs.get(name, (None, None))
         if task is None:
             job = Job(name, size, list(holders), place, round, check, streams, all_asked or asyncio.Event())
             task = asyncio.create_task(self._fetch(job, owner or next(iter(holders), "")))
-            self._running[name], self._jobs[name] = task, job
+            self._jobs[name] = job, task
             task.add_done_callback(lambda task: self._ended(name, task))
         await asyncio.shield(task)
 
     def also_from(self, name: str, holders: Iterable[str]) -> None:
         """Has the running fetch of a blob ask these holders, too, once those that were asked are late."""
-        if (job := self._jobs.get(name)) is not None:
+        if name in self._jobs:
+            job, _ = self._jobs[name]
             fresh = [peer for peer in holders if peer not in job.holders]
             job.holders += fresh
             job.waiting += fresh
 
     def give_up(self, name: str) -> None:
         """Cancels the fetch of a blob."""
-        if name in self._running:
-            self._running[name].cancel()
+        if name in self._jobs:
+            self._jobs[name][1].cancel()
 
     async def aclose(self) -> None:
         """Ends every fetch; what came so far stays on disk."""
-        await cancel(*self._running.values(), *self._closing)
+        await cancel(*(task for _, task in self._jobs.values()), *self._closing)
         self._gate.close()
         await self._idle.aclose()
 
     def _ended(self, name: str, task: asyncio.Task[None]) -> None:
-        del self._running[name], self._jobs[name]
-        self._begun.pop(name, None)
+        del self._jobs[name]
         if not task.cancelled():
             task.exception()  # retrieved; callers that wait get it too
 
@@ -515,10 +514,10 @@ class Fetcher:
 
     async def _fetch(self, job: Job, owner: str) -> None:
         async def turn() -> None:
-            if job.name not in self._begun:
+            if not job.begun:
                 if job.size > blob_hash.WHOLE_BYTES:
                     job.resume(await asyncio.to_thread(self.store.part, job.name, job.size))
-                self._begun[job.name] = job
+                job.begun = True
             if not job.done.is_set():
                 await self._gather(job)
 
