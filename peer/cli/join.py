@@ -416,7 +416,7 @@ def while_on_battery(supplies: Path) -> Check:
     """Pauses while this machine runs on its battery."""
 
     async def check() -> str | None:
-        return "on battery, until plugged in; --on-battery trains anyway" if on_battery(supplies) else None
+        return "until plugged in (--on-battery goes on)" if on_battery(supplies) else None
 
     return check
 
@@ -429,7 +429,7 @@ def while_metered(clock: Clock) -> Check:
         nonlocal metered, due
         if clock.steady() >= due:
             metered, due = await on_metered_connection(), clock.steady() + METERED_CHECK_SECONDS
-        return "on a metered connection; --on-metered uses it anyway" if metered else None
+        return "a metered line (--on-metered goes on)" if metered else None
 
     return check
 

@@ -112,11 +112,11 @@ def test_it_pauses_on_battery_and_on_a_metered_connection(tmp_path: Path, monkey
             supply(folder / "supplies", "AC", type="Mains", online="1")
 
         for leave, come_back, reason in (
-            (unplug, plug_in, "on battery, until plugged in; --on-battery trains anyway"),
+            (unplug, plug_in, "until plugged in (--on-battery goes on)"),
             (
                 lambda: line.write_text(connected("yes")),
                 lambda: line.write_text(connected("no")),
-                "on a metered connection; --on-metered uses it anyway",
+                "a metered line (--on-metered goes on)",
             ),
         ):
             told, heard = len(swarm.events("a")), len(swarm.events(NODE))
