@@ -363,7 +363,7 @@ class Paused:
     """A peer pauses: it leaves the run for a while, or does not begin yet."""
 
     reason: str
-    """Outside of its hours, or the use of the machine by other programs."""
+    """Outside of its hours, the battery, a metered connection, or the use of the machine by other programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ from peer.net.link_monitor import measured_downlink, read_rates
 from peer.node import open_run
 from peer.node.config import JoinConfig, Machine
 from peer.node.open_run import KEY, Door
-from peer.node.pausing import Hours
+from peer.node.pausing import SUPPLIES, Busy, Hours, OtherPrograms, Use, on_battery, on_metered_connection
 from peer.node.way_in import NetworkStart
 from peer.training import device as devices_here
 from peer.training.device import Hardware, parse_rate, parse_size
@@ -59,11 +60,12 @@ from protocol.run.manifest import Manifest
 from protocol.wire import logfile
 
 if TYPE_CHECKING:
-    from peer.node.pausing import Use
     from peer.node.peer import Factories, Peer
     from peer.state.storage import Storage
 
 PAUSE_CHECK_SECONDS = 5.0
+METERED_CHECK_SECONDS = 15.0
+"""A check starts a program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,13 @@ class JoinOptions:
             help="Leave while other programs use most of the processors, or the GPU, and come back.",
         ),
     ] = False
+    on_battery: Annotated[
+        bool, typer.Option("--on-battery", help="Train on battery, too (default: pause until plugged in).")
+    ] = False
+    on_metered: Annotated[
+        bool,
+        typer.Option("--on-metered", help="Use a metered connection, too (default: pause until there is another)."),
+    ] = False
     name: Annotated[
         str,
         typer.Option(
@@ -166,6 +175,8 @@ class JoinOptions:
             data_bytes=parse_size(self.data_limit),
             hours=None if self.hours is None else Hours.parse(self.hours),
             pause_when_busy=self.pause_when_busy,
+            on_battery=self.on_battery,
+            on_metered=self.on_metered,
             name=self.name,
             dry_run=self.dry_run,
             plain=self.plain or self.log_file is not None or self.dry_run,
@@ -201,7 +212,8 @@ async def join(config: JoinConfig, factories: Factories | None = None) -> None:
         taking_part = _taking_part(config, key, storage, emit, factories)
         async with running.shown_alive(folder):
             with contextlib.nullcontext() if config.plain or config.json else screen:
-                await Pauses(_checks(config, clock), emit, freed=devices_here.free).between(taking_part)
+                checks = _checks(config, clock, SUPPLIES if factories is None else factories.supplies)
+                await Pauses(checks, emit, freed=devices_here.free).between(taking_part)
     finally:
         storage.close()
         if not config.dry_run:
@@ -380,10 +392,14 @@ Check = Callable[[], Awaitable[str | None]]
 """Returns a reason to pause; None: no reason."""
 
 
-def _checks(config: JoinConfig, clock: Clock) -> list[Check]:
+def _checks(config: JoinConfig, clock: Clock, supplies: Path) -> list[Check]:
     if config.dry_run:
         return []
     checks = [] if config.hours is None else [by_hours(config.hours, clock)]
+    if not config.on_battery:
+        checks.append(while_on_battery(supplies))
+    if not config.on_metered:
+        checks.append(while_metered(clock))
     return [*checks, while_busy(clock)] if config.pause_when_busy else checks
 
 
@@ -396,10 +412,30 @@ def by_hours(hours: Hours, clock: Clock) -> Check:
     return check
 
 
+def while_on_battery(supplies: Path) -> Check:
+    """Pauses while this machine runs on its battery."""
+
+    async def check() -> str | None:
+        return "until plugged in (--on-battery goes on)" if on_battery(supplies) else None
+
+    return check
+
+
+def while_metered(clock: Clock) -> Check:
+    """Pauses while this machine's connection is metered."""
+    metered, due = False, -math.inf
+
+    async def check() -> str | None:
+        nonlocal metered, due
+        if clock.steady() >= due:
+            metered, due = await on_metered_connection(), clock.steady() + METERED_CHECK_SECONDS
+        return "a metered line (--on-metered goes on)" if metered else None
+
+    return check
+
+
 def while_busy(clock: Clock, others: Callable[[], Awaitable[Use]] | None = None) -> Check:
     """Pauses while other programs use the machine. others: measures their use (default: of this machine)."""
-    from peer.node.pausing import Busy, OtherPrograms
-
     busy, measured = Busy(), others or OtherPrograms().look
 
     async def check() -> str | None:

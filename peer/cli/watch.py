@@ -1,4 +1,4 @@
-"""`potluck monitor`: shows a run or a recording on a terminal, as JSON, to browsers and to Prometheus."""
+"""`potluck monitor`: shows a run or a recording on a terminal, as JSON, to browsers, to Prometheus and to trackers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -20,16 +20,17 @@ import typer
 
 from peer.cli import running
 from peer.cli.options import with_options
-from peer.events import Event
+from peer.events import Event, Sink
 from peer.log import reader
 from peer.net import keyfile
 from peer.node.open_run import KEY, here, parse_run, read_manifest
-from peer.ui import metrics, web
+from peer.ui import metrics, trackers, web
 from peer.ui.monitor import Monitor, Replay
 from peer.ui.monitor_screen import MonitorScreen
 from peer.ui.run_view import SILENT_SECONDS
 from peer.ui.state import to_json
 from peer.ui.text import clean, harmless
+from peer.ui.trackers import Tracker, with_rounds
 from protocol.errors import UsageError
 from protocol.run.manifest import Manifest
 
@@ -74,6 +75,23 @@ class WatchOptions:
     metrics: Annotated[
         str | None, typer.Option(metavar="[HOST:]PORT", help="Serve the main figures to Prometheus, under /metrics.")
     ] = None
+    csv: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write a row for each round, from the first on; go on with a file of before."
+        ),
+    ] = None
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write the rounds for TensorBoard, into the run's folder in DIR, likewise."),
+    ] = None
+    wandb: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PROJECT",
+            help="Log the rounds to a project of Weights & Biases, likewise; with WANDB_MODE=offline into ./wandb.",
+        ),
+    ] = None
     replay: Annotated[
         Path | None,
         typer.Option(
@@ -105,12 +123,16 @@ async def _monitor(options: WatchOptions) -> None:
             "is of the page; give it with --web" if options.web is None else "no such folder; give a peer's or node's"
         )
         raise UsageError(f"--sample {options.sample}: {reason}")
+    for package, given in (("tensorboard", options.tensorboard), ("wandb", options.wandb)):
+        if given is not None:
+            trackers.require(package)
     with contextlib.suppress(asyncio.CancelledError):
         async with _opened(options) as (manifest, source):
-            if options.once:
-                await _once(options, manifest, source)
-            else:
-                await _watch(options, manifest, source, where)
+            with _trackers(options, manifest) as kept:
+                if options.once:
+                    await _once(options, manifest, source, kept)
+                else:
+                    await _watch(options, manifest, source, where, kept)
 
 
 @contextlib.asynccontextmanager
@@ -129,9 +151,26 @@ async def _opened(options: WatchOptions) -> AsyncIterator[tuple[Manifest, EventS
         yield manifest, Monitor(manifest, transport, bootstrap=run.bootstrap)
 
 
-async def _once(options: WatchOptions, manifest: Manifest, source: EventSource) -> None:
+@contextlib.contextmanager
+def _trackers(options: WatchOptions, manifest: Manifest) -> Iterator[Sequence[Tracker]]:
+    """The chosen ones, until the end of the block. Raises UsageError."""
+    kept: list[Tracker] = []
+    try:
+        if options.csv is not None:
+            kept.append(trackers.Csv(options.csv, manifest))
+        if options.tensorboard is not None:
+            kept.append(trackers.TensorBoard(options.tensorboard, manifest))
+        if options.wandb is not None:
+            kept.append(trackers.Wandb(options.wandb, manifest))
+        yield kept
+    finally:
+        for tracker in kept:
+            tracker.close()
+
+
+async def _once(options: WatchOptions, manifest: Manifest, source: EventSource, kept: Sequence[Tracker]) -> None:
     screen = MonitorScreen(manifest, news_age=lambda: source.news_age, join_line=lambda: source.join_line)
-    await source.poll(screen.take)
+    await source.poll(with_rounds(screen.take, screen.view, kept))
     if options.json:
         print(to_json(screen.state()))
     else:
@@ -139,7 +178,11 @@ async def _once(options: WatchOptions, manifest: Manifest, source: EventSource) 
 
 
 async def _watch(
-    options: WatchOptions, manifest: Manifest, source: EventSource, where: dict[str, tuple[str, int]]
+    options: WatchOptions,
+    manifest: Manifest,
+    source: EventSource,
+    where: dict[str, tuple[str, int]],
+    kept: Sequence[Tracker],
 ) -> None:
     enough, loop = asyncio.Event(), asyncio.get_running_loop()
 
@@ -159,7 +202,8 @@ async def _watch(
                     screen.say(f"{what}: {server.url}{path}")
         if not options.json:
             stack.enter_context(screen)
-        work = asyncio.ensure_future(_print_changes(source, screen) if options.json else source.follow(screen.feed))
+        sink = with_rounds(screen.take if options.json else screen.feed, screen.view, kept)
+        work = asyncio.ensure_future(_print_changes(source, screen, sink) if options.json else source.follow(sink))
         left = asyncio.ensure_future(enough.wait())
         try:
             await asyncio.wait([work, left], return_when=asyncio.FIRST_COMPLETED)
@@ -234,14 +278,17 @@ def _refused(reason: str) -> web.Answer:
     return web.answer(JSON, json.dumps({"refused": reason}), status=503)
 
 
-async def _print_changes(source: EventSource, screen: MonitorScreen) -> None:
-    """Prints the state after changes, once in CHANGE_SECONDS at most; once in SILENT_SECONDS while no node answers."""
+async def _print_changes(source: EventSource, screen: MonitorScreen, sink: Sink) -> None:
+    """Prints the state after changes, once in CHANGE_SECONDS at most; once in SILENT_SECONDS while no node answers.
+
+    sink: feeds the screen.
+    """
     changed, silence = False, 0.0
 
     def take(event: Event) -> None:
         nonlocal changed
         changed = True
-        screen.take(event)
+        sink(event)
 
     work = asyncio.ensure_future(source.follow(take))
     try:

@@ -469,7 +469,7 @@ def _join_arguments(options: DemoOptions, peer: PeerSpec, address: str) -> list[
         "--down": f"{peer.up_bps}bps",
         "--threads": 1,
     }
-    return ["join", address, *(str(x) for pair in values.items() for x in pair)]
+    return ["join", address, "--on-battery", "--on-metered", *(str(x) for pair in values.items() for x in pair)]
 
 
 def _all_ended(children: list[_Child]) -> None:

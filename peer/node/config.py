@@ -44,6 +44,10 @@ class JoinConfig:
     """Disk for text that was fetched."""
     hours: Hours | None = None
     """When the peer trains; None: always."""
+    on_battery: bool = False
+    """Train on battery, too."""
+    on_metered: bool = False
+    """Train on a metered connection, too."""
     pause_when_busy: bool = False
     """Leave the machine to other programs while they use it."""
     name: str = ""

@@ -1,4 +1,5 @@
-"""Pauses of a peer: outside its hours (wall clock), and while other programs use the processors or the busiest GPU."""
+"""Reasons for a peer's pauses: the hours of the day, the battery, a metered connection, and other programs that use the
+processors or the busiest GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ import contextlib
 import os
 import re
 import shutil
+import sys
 from dataclasses import dataclass
 from datetime import datetime, tzinfo
+from pathlib import Path
 
 import psutil
 
@@ -21,7 +24,10 @@ BUSY_CPU, BUSY_GPU = 0.5, 0.25
 CALM_CPU, CALM_GPU = 0.25, 0.1
 """Shares below which it is calm, after CALM_SECONDS: a game that loads a level is not over."""
 BUSY_SECONDS, CALM_SECONDS = 10.0, 120.0
-SMI_SECONDS = 20.0
+PROGRAM_SECONDS = 20.0
+"""Longest wait for a program of the system."""
+SUPPLIES = Path("/sys/class/power_supply")
+"""Linux's power supplies, a folder each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,23 +140,29 @@ class OtherPrograms:
 
 
 async def _gpu() -> float:
-    program = shutil.which("nvidia-smi")
+    said = await _told("nvidia-smi", "pmon", "-c", "1", "-s", "u")
+    return gpu_share(said, {os.getpid(), *(one.pid for one in _own_processes())})
+
+
+async def _told(name: str, *arguments: str) -> str:
+    """What a program of the system prints, in English; nothing if it is not installed or does not end."""
+    program = shutil.which(name)
     if program is None:
-        return 0.0
+        return ""
     pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(
-        program, "pmon", "-c", "1", "-s", "u", stdin=nothing, stdout=pipe, stderr=nothing
+        program, *arguments, stdin=nothing, stdout=pipe, stderr=nothing, env=os.environ | {"LC_ALL": "C"}
     )
     try:
-        async with asyncio.timeout(SMI_SECONDS):
+        async with asyncio.timeout(PROGRAM_SECONDS):
             said, _ = await process.communicate()
     except TimeoutError:
-        return 0.0
+        return ""
     finally:
         if process.returncode is None:
             processes.send_signal(process)
             await process.wait()
-    return gpu_share(said.decode(errors="replace"), {os.getpid(), *(one.pid for one in _own_processes())})
+    return said.decode(errors="replace")
 
 
 def gpu_share(said: str, ours: set[int]) -> float:
@@ -169,3 +181,43 @@ def gpu_share(said: str, ours: set[int]) -> float:
                 gpu = row.get("gpu", "")
                 shares[gpu] = shares.get(gpu, 0.0) + int(used) / 100
     return min(1.0, max(shares.values(), default=0.0))
+
+
+def on_battery(supplies: Path = SUPPLIES) -> bool:
+    """Whether this machine runs on its battery; False where that is unknown.
+
+    As systemd decides: a battery of the machine, not of a mouse, gives power, and nothing else does.
+    """
+    if sys.platform == "darwin":
+        battery = psutil.sensors_battery()
+        return battery is not None and battery.power_plugged is False
+    gives = False
+    for supply in supplies.iterdir() if supplies.is_dir() else ():
+        if _line(supply / "type") == "Battery":
+            gives |= _line(supply / "scope") != "Device" and _line(supply / "status") == "Discharging"
+        elif _line(supply / "online") == "1":
+            return False
+    return gives
+
+
+def _line(file: Path) -> str:
+    """The content of a file of the kernel; empty where it has none."""
+    try:
+        return file.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+async def on_metered_connection() -> bool:
+    """Whether this machine's connection is metered, as NetworkManager knows or guesses; False where that is unknown."""
+    return is_metered(await _told("nmcli", "-t", "-f", "GENERAL.METERED,IP4.GATEWAY,IP6.GATEWAY", "device", "show"))
+
+
+def is_metered(said: str) -> bool:
+    """Whether all devices with a gateway are metered; False if there is none. said: as nmcli prints them."""
+    metered = []
+    for device in said.split("\n\n"):
+        fields = dict(line.split(":", 1) for line in device.splitlines() if ":" in line)
+        if any(fields.get(f"IP{version}.GATEWAY", "--") not in ("", "--") for version in (4, 6)):
+            metered.append(fields.get("GENERAL.METERED", "").startswith("yes"))
+    return bool(metered) and all(metered)

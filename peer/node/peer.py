@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from peer import events
 from peer.chain.connect import PipelineStreams, UnreachablePeers
@@ -28,6 +29,7 @@ from peer.net.uplink import Uplink
 from peer.node.config import JoinConfig, Machine
 from peer.node.evaluating import Evaluator, Scorer
 from peer.node.inner_loop import StageInnerLoop
+from peer.node.pausing import SUPPLIES
 from peer.node.rounds import Rounds
 from peer.node.sessions import Operators, Refusals, Sessions
 from peer.node.training import InnerLoop
@@ -61,12 +63,14 @@ async def run_text(manifest: Manifest, config: JoinConfig, access: TextAccess) -
 class Factories:
     """The constructors of a peer's parts.
 
+    supplies: the folder of the machine's power supplies (peer/node/pausing.py).
     line: wraps the transport.
     text: (manifest, config, access) -> the training text.
     inner_loop: called as `StageInnerLoop`.
     """
 
     clock: Clock = field(default_factory=Clock)
+    supplies: Path = SUPPLIES
     line: Callable[[Transport], Transport] = lambda transport: transport
     text: Callable[[Manifest, JoinConfig, TextAccess], Awaitable[Text]] = run_text
     inner_loop: Callable[..., InnerLoop] = StageInnerLoop

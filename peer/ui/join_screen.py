@@ -79,6 +79,7 @@ class JoinScreen(LiveScreen):
             case events.Round() as done:
                 self._applies(event.time, done)
             case events.Paused(reason=reason):
+                self._steps.clear()
                 self._does(f"pauses: {reason}")
             case events.Resumed():
                 self._does("comes back")

@@ -1,4 +1,4 @@
-"""A run's main figures in Prometheus' text format, for `potluck monitor --metrics`.
+"""A run's figures: of now in Prometheus' text format, and of each round for trackers (peer/ui/trackers.py).
 
 docs/metrics.md is made from METRICS.
 """
@@ -10,10 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from peer.ui.run_view import HeldOutView, RoundView
 from peer.ui.state import State
 
+PREFIX = "potluck_"
 KIND = "text/plain; version=0.0.4; charset=utf-8"
 ROLES = ("full", "stage", "joining", "spare", "waiting")
+OfRound = Callable[[RoundView, HeldOutView | None], float | None]
+"""Takes a decided round, and the newest held-out loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,13 @@ class Metric:
     of: Callable[[State], Mapping[str, float | None]]
     """By value of the label, or under the empty one; without unknown values."""
     label: str = ""
+    of_round: OfRound | None = None
+    """The figure of any decided round, if the log has it; `of` is that of the newest."""
+
+    @property
+    def column(self) -> str:
+        """The name in a table of rounds."""
+        return self.name.removeprefix(PREFIX)
 
 
 def _gauge(name: str, about: str, of: Callable[[State], float | None]) -> Metric:
@@ -34,6 +45,10 @@ def _gauge(name: str, about: str, of: Callable[[State], float | None]) -> Metric
 
 def _counter(name: str, about: str, of: Callable[[State], float | None]) -> Metric:
     return Metric(name, "counter", about, lambda s: {"": of(s)})
+
+
+def _of_round(name: str, about: str, of: OfRound, kind: str = "gauge") -> Metric:
+    return Metric(name, kind, about, lambda s: {"": of(s.recent[0], s.held_out) if s.recent else None}, of_round=of)
 
 
 def _roles(s: State) -> Mapping[str, float]:
@@ -63,23 +78,38 @@ METRICS = (
     _gauge("potluck_rounds", "How many rounds the run has.", lambda s: s.rounds),
     _gauge("potluck_finished", "1 when the last round is decided.", lambda s: s.finished),
     _gauge("potluck_progress_ratio", "Of the run, 0 to 1.", lambda s: s.progress),
-    _gauge("potluck_loss", "Nats per token of the newest round.", lambda s: s.loss),
-    _gauge(
+    _of_round("potluck_loss", "Nats per token of the newest round.", lambda r, _: r.loss),
+    _of_round(
         "potluck_held_out_loss",
         "Nats per token on text that nobody trains on, of the newest state that was measured.",
-        lambda s: s.held_out.loss if s.held_out else None,
+        lambda _, held_out: held_out.loss if held_out else None,
     ),
-    _gauge(
+    _of_round(
         "potluck_held_out_bits_per_byte",
         "Bits per byte of that text, of the same state.",
-        lambda s: s.held_out.bits_per_byte if s.held_out else None,
+        lambda _, held_out: held_out.bits_per_byte if held_out else None,
     ),
-    _gauge("potluck_held_out_round", "The round of that state.", lambda s: s.held_out.round if s.held_out else None),
-    _counter("potluck_tokens_total", "Tokens that were trained and committed.", lambda s: s.tokens),
+    _of_round(
+        "potluck_held_out_round",
+        "The round of that state.",
+        lambda _, held_out: held_out.round if held_out else None,
+    ),
+    _of_round(
+        "potluck_tokens_total", "Tokens that were trained and committed.", lambda r, _: r.tokens_total, "counter"
+    ),
     _gauge(
         "potluck_tokens_per_second", "In the newest rounds, while a node answers.", _now(lambda s: s.tokens_per_second)
     ),
-    _gauge("potluck_round_seconds", "What the newest round took.", lambda s: s.recent[0].seconds if s.recent else None),
+    _of_round("potluck_round_tokens", "Tokens of the newest round.", lambda r, _: r.tokens),
+    _of_round("potluck_round_seconds", "What the newest round took.", lambda r, _: r.seconds),
+    _of_round(
+        "potluck_round_tokens_per_second",
+        "Tokens of the newest round by its seconds.",
+        lambda r, _: r.tokens_per_second,
+    ),
+    _of_round("potluck_round_replicas", "Replicas whose work is in the newest round.", lambda r, _: r.replicas),
+    _of_round("potluck_round_payload_bytes", "Size of the newest round's payloads.", lambda r, _: r.bytes),
+    _of_round("potluck_round_left_out", "Replicas that the newest round left out.", lambda r, _: r.left_out_total),
     _gauge(
         "potluck_decided_timestamp_seconds",
         "When the newest round was decided, Unix seconds.",
@@ -107,11 +137,6 @@ METRICS = (
         "Replicas that rounds left out, without newcomers on probation.",
         lambda s: s.health.left_out_total,
     ),
-    _gauge(
-        "potluck_round_left_out",
-        "Replicas that the newest round left out.",
-        lambda s: s.recent[0].left_out_total if s.recent else None,
-    ),
     _counter(
         "potluck_refused_total",
         "How often bootstrap nodes have refused somebody who used too much of them, as they announce.",
@@ -135,6 +160,15 @@ METRICS = (
         "potluck_written_bytes", "What all peers wrote to disk in their last whole round.", lambda s: s.written_bytes
     ),
 )
+
+COLUMNS = tuple(metric.column for metric in METRICS if metric.of_round is not None)
+"""The figures of a round."""
+
+
+def of_round(decided: RoundView, held_out: HeldOutView | None) -> dict[str, float]:
+    """The figures of a decided round by column, without unknown ones. held_out: what its commit told of a state."""
+    found = {m.column: m.of_round(decided, held_out) for m in METRICS if m.of_round is not None}
+    return {column: figure for column, figure in found.items() if figure is not None and math.isfinite(figure)}
 
 
 def exposition(state: State) -> str:

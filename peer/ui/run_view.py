@@ -208,6 +208,8 @@ class RoundView:
     seconds: float | None
     """Since the previous decision; null if unknown."""
     tokens: int
+    tokens_total: int
+    """Tokens of the run up to it."""
     loss: float | None
     replicas: int
     """Replicas whose work is in it."""
@@ -637,6 +639,7 @@ class RunView:
                 time=when,
                 seconds=when - before.time if before is not None and follows else None,
                 tokens=commit.tokens,
+                tokens_total=self.credits.tokens,
                 loss=commit.loss,
                 replicas=len(commit.contributions),
                 bytes=sum(c.size for c in commit.contributions),

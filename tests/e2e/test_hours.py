@@ -1,4 +1,5 @@
-"""`potluck join --hours`: a peer leaves and comes back by itself; a real process with a clock that a file sets."""
+"""A peer leaves and comes back by itself, by `--hours`, on battery and on a metered connection: a real process with a
+clock, power supplies and a NetworkManager that files set."""
 
 from __future__ import annotations
 
@@ -77,6 +78,72 @@ def test_it_trains_in_its_hours_and_leaves_and_comes_back_without_a_hand(tmp_pat
         for name in list(swarm.running):
             swarm.kill(name)
         swarm.check()
+
+
+def test_it_pauses_on_battery_and_on_a_metered_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line, bin = tmp_path / "line", tmp_path / "bin"
+    bin.mkdir()
+    (bin / "nmcli").write_text(f"#!/bin/sh\ncat {line}\n")
+    (bin / "nmcli").chmod(0o755)
+    monkeypatch.setenv("PATH", str(bin), prepend=":")
+    line.write_text(connected("no (guessed)"))
+    with Swarm(
+        tmp_path / "run", make_manifest(start_peers=1), tiny.OPERATORS[:1], module="tests.faults.told_time"
+    ) as swarm:
+        folder = swarm.folder / "a"
+        set_wall(folder, time.time())
+        supply(folder / "supplies", "BAT0", type="Battery", status="Charging")
+        supply(folder / "supplies", "AC", type="Mains", online="1")
+        swarm.roams = {"a"}
+        swarm.module = "peer.cli"
+        swarm.start_node(NODE)
+        swarm.module = "tests.faults.told_time"
+        swarm.start("a")
+        swarm.committed(NODE, 1)
+
+        def tells(kind: str, after: int) -> Event:
+            return swarm.wait("a", lambda e: e.kind == kind, kind, after=after)
+
+        def unplug() -> None:
+            supply(folder / "supplies", "BAT0", type="Battery", status="Discharging")
+            supply(folder / "supplies", "AC", type="Mains", online="0")
+
+        def plug_in() -> None:
+            supply(folder / "supplies", "AC", type="Mains", online="1")
+
+        for leave, come_back, reason in (
+            (unplug, plug_in, "until plugged in (--on-battery goes on)"),
+            (
+                lambda: line.write_text(connected("yes")),
+                lambda: line.write_text(connected("no")),
+                "a metered line (--on-metered goes on)",
+            ),
+        ):
+            told, heard = len(swarm.events("a")), len(swarm.events(NODE))
+            leave()
+            assert tells("paused", told).fields["reason"] == reason
+            swarm.wait(NODE, lambda e: e.kind == "gone", "its leaving", after=heard)
+            heard = len(swarm.events(NODE))
+            come_back()
+            tells("resumed", told)
+            swarm.wait(NODE, lambda e: e.kind == "commit" and bool(e.fields["contributions"]), "a round", after=heard)
+        swarm.running["a"].terminate()
+        assert swarm.ended("a") == 0
+
+
+def supply(folder: Path, name: str, **files: str) -> None:
+    """Writes a power supply as Linux shows it."""
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    for file, content in files.items():
+        (folder / name / file).write_text(content + "\n")
+
+
+def connected(metered: str) -> str:
+    """What nmcli prints of a machine with a wireless connection."""
+    return (
+        f"GENERAL.METERED:{metered}\nIP4.GATEWAY:192.168.1.1\nIP6.GATEWAY:\n\n"
+        "GENERAL.METERED:unknown\nIP4.GATEWAY:\nIP6.GATEWAY:\n"
+    )
 
 
 def test_hours_that_are_none_are_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

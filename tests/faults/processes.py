@@ -92,6 +92,8 @@ class Swarm:
         """What a peer was given to join with, if not the first node's address."""
         self.measures: set[str] = set()
         """Peers that measure their lines."""
+        self.roams: set[str] = set()
+        """Peers that pause on battery and on a metered connection; the others do not look."""
         self.fetches: set[str] = set()
         """Peers that have no text, and fetch it, in an empty home."""
         self.serves_text = True
@@ -136,6 +138,7 @@ class Swarm:
             device = [] if "--devices" in self.options.get(name, []) else ["--device", "cpu"]
             offer = [*device, "--memory", self.memory.get(name, whole), "--threads", 1]
             offer += [] if name in self.measures else ["--up", "20Mbps", "--down", "100Mbps"]
+            offer += [] if name in self.roams else ["--on-battery", "--on-metered"]
             arguments = [
                 "join",
                 self.lines.get(name, self.addresses[0]),

@@ -1,4 +1,5 @@
-"""`potluck join` at the pace of paced.py, with the time of the file `wall` in its --dir (seconds since 1970)."""
+"""`potluck join` at the pace of paced.py, with the time of the file `wall` in its --dir (seconds since 1970), and the
+power supplies of the folder `supplies` there, laid out as in /sys/class/power_supply."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ def set_wall(folder: Path, seconds: float) -> None:
 def main() -> None:
     folder = Path(sys.argv[sys.argv.index("--dir") + 1])
     cli.main(
-        factories=Factories(inner_loop=paced(folder), clock=Clock(wall=lambda: float((folder / "wall").read_text())))
+        factories=Factories(
+            inner_loop=paced(folder),
+            clock=Clock(wall=lambda: float((folder / "wall").read_text())),
+            supplies=folder / "supplies",
+        )
     )
 
 

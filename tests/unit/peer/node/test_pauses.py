@@ -1,8 +1,9 @@
-"""When a peer pauses: by the clock on the wall, and while others use the machine."""
+"""When a peer pauses: by the clock on the wall, on battery, on a metered connection, while others use the machine."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from datetime import datetime
 from pathlib import Path
 from zoneinfo import ZoneInfo
@@ -14,7 +15,18 @@ from hypothesis import strategies as st
 from peer import events
 from peer.cli.join import Pauses, by_hours, while_busy
 from peer.net.base import Clock
-from peer.node.pausing import Busy, CpuTimes, Hours, OtherPrograms, Use, gpu_share, others_share
+from peer.node.pausing import (
+    Busy,
+    CpuTimes,
+    Hours,
+    OtherPrograms,
+    Use,
+    gpu_share,
+    is_metered,
+    on_battery,
+    on_metered_connection,
+    others_share,
+)
 from protocol.errors import UsageError
 from tests.support import systemd
 
@@ -123,6 +135,69 @@ def test_nvidia_smi_is_asked_where_it_is_there(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
     assert asyncio.run(OtherPrograms().look()).gpu == pytest.approx(1.0)
     assert calls.read_text().split()[0] == "pmon"
+
+
+BATTERY, MOUSE, PLUG = {"type": "Battery", "scope": "System"}, {"type": "Battery", "scope": "Device"}, {"type": "Mains"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such folder")
+@pytest.mark.parametrize(
+    ("supplies", "runs_on_it"),
+    [
+        ([BATTERY | {"status": "Discharging"}, PLUG | {"online": "0"}], True),
+        ([{"type": "Battery", "status": "Discharging"}], True),
+        ([BATTERY | {"status": "Full"}, BATTERY | {"status": "Discharging"}], True),
+        ([BATTERY | {"status": "Discharging"}, PLUG | {"online": "1"}], False),
+        ([BATTERY | {"status": "Discharging"}, PLUG | {"online": "0"}, {"type": "USB", "online": "1"}], False),
+        ([BATTERY | {"status": "Not charging"}, PLUG | {"online": "0"}], False),
+        ([BATTERY | {"status": "Unknown"}], False),
+        ([BATTERY], False),
+        ([MOUSE | {"status": "Discharging"}], False),
+        ([PLUG | {"online": "0"}], False),
+        ([{}], False),
+        ([], False),
+    ],
+)
+def test_a_machine_runs_on_its_battery(tmp_path: Path, supplies: list[dict[str, str]], runs_on_it: bool) -> None:
+    for number, files in enumerate(supplies):
+        (tmp_path / str(number)).mkdir()
+        for name, content in files.items():
+            (tmp_path / str(number) / name).write_text(content + "\n")
+    assert on_battery(tmp_path) is runs_on_it
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such folder")
+def test_a_machine_without_the_folder_does_not(tmp_path: Path) -> None:
+    assert not on_battery(tmp_path / "none")
+
+
+PHONE = "GENERAL.METERED:yes (guessed)\nIP4.GATEWAY:192.168.43.1\nIP6.GATEWAY:\n"
+CABLE = "GENERAL.METERED:no (guessed)\nIP4.GATEWAY:192.168.1.1\nIP6.GATEWAY:fe80\\:\\:1\n"
+NOWHERE = "GENERAL.METERED:yes\nIP4.GATEWAY:--\nIP6.GATEWAY:\n"
+LOOPBACK = "GENERAL.METERED:unknown\nIP4.GATEWAY:\nIP6.GATEWAY:\n"
+ONLY_IPV6 = "GENERAL.METERED:yes\nIP4.GATEWAY:\nIP6.GATEWAY:fe80\\:\\:1\n"
+
+
+@pytest.mark.parametrize(
+    ("devices", "metered"),
+    [
+        ([PHONE, LOOPBACK], True), ([ONLY_IPV6, NOWHERE], True), ([CABLE, LOOPBACK], False), ([PHONE, CABLE], False),
+        ([NOWHERE, LOOPBACK], False), ([], False), (["Error: NetworkManager is not running."], False),
+    ],
+)  # fmt: skip
+def test_a_connection_is_metered_if_there_is_no_other(devices: list[str], metered: bool) -> None:
+    assert is_metered("\n".join(devices)) is metered
+
+
+async def test_nmcli_is_asked_where_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = systemd.programs(tmp_path / "bin", "nmcli")
+    (tmp_path / "bin" / "nmcli").write_text(f'#!/bin/sh\necho "$LC_ALL $*" > {calls}\ncat << EOF\n{PHONE}EOF\n')
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    assert not await on_metered_connection()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    assert await on_metered_connection()
+    said = "C -t -f GENERAL.METERED,IP4.GATEWAY,IP6.GATEWAY device show"
+    assert calls.read_text().split() == said.split(), "its words would be those of the user's language"
 
 
 class Watched:

@@ -93,6 +93,7 @@ def test_the_clock_alone_is_news_once_a_second() -> None:
 def test_pauses_and_the_end_are_said() -> None:
     seen = story().tell(events.Paused(reason="outside of its hours, 22-7"))
     assert "pauses: outside of its hours, 22-7" in seen.text()
+    assert "step 7" not in seen.text(), "of a round that is given up"
     seen.tell(events.Resumed()).tell(events.Leaving(seconds=20.0))
     assert "hands over what it has learned, in 20 s at most" in seen.text()
     seen.tell(events.Finished(round=200, digests={}))
