@@ -20,7 +20,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print events as JSON lines (
 LogFile = Annotated[
     Path | None,
     typer.Option(
-        "--log", metavar="FILE", help="Keep what is printed in this file, too: 10 MB, and three older ones beside it."
+        "--log", metavar="FILE", help="Write what is printed to this file, too: 10 MB, and three older files beside it."
     ),
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every address of this machine, IPv6, too.")]
@@ -28,8 +28,8 @@ Announce = Annotated[
     list[str] | None,
     typer.Option(
         metavar="ADDRESS",
-        help="Where others reach this machine, if that is not where it listens, such as /ip4/203.0.113.5/tcp/40213,"
-        " where a provider has another port for the one of --port; may be repeated.",
+        help="Address at which others reach this machine, if it listens at another one, such as"
+        " /ip4/203.0.113.5/tcp/40213 for a port that a provider forwards to the one of --port; may be repeated.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]

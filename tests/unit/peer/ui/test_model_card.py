@@ -11,8 +11,7 @@ import pytest
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
-from peer.ui.model_card import CARD, MOST_CONTRIBUTORS, MOST_POINTS, PICTURE, Card, History, licence
-from protocol.errors import UsageError
+from peer.ui.model_card import CARD, MOST_CONTRIBUTORS, MOST_POINTS, PICTURE, Card, History
 from protocol.identity import Identity, short_peer
 from protocol.run.manifest import DataSpec, Manifest
 from protocol.wire.claims import Evaluation
@@ -171,10 +170,3 @@ def test_few_losses_have_a_picture_or_none(losses: list[tuple[float, float]]) ->
     if shown:
         ElementTree.fromstring(shown)
         assert "nan" not in shown
-
-
-def test_licences() -> None:
-    assert licence("cc-by-sa-4.0") == "cc-by-sa-4.0"
-    for bad in ("", "Apache 2.0", 'mit"\n', "a" * 65, "-x"):
-        with pytest.raises(UsageError, match="--license"):
-            licence(bad)
