@@ -28,7 +28,9 @@ def test_each_line_that_leads_to_no_work_is_told_why(tmp_path: Path) -> None:
             """The exit code of `potluck join`, and the lines that end it."""
             began = time.monotonic()
             done = potluck.run("join", address, "--dir", tmp_path / folder, *OFFER, text=True, timeout=DEADLINE)
-            assert time.monotonic() - began < SECONDS, done
+            seconds = time.monotonic() - began
+            print(f"{folder}: exit code {done.returncode} after {seconds:.1f} s")
+            assert seconds < SECONDS, done
             said = [text.partition(" ✓ ")[2] for text in done.stdout.splitlines() if "is over" in text]
             return done.returncode, [*done.stderr.splitlines(), *said]
 
@@ -46,6 +48,7 @@ def test_each_line_that_leads_to_no_work_is_told_why(tmp_path: Path) -> None:
         ended, (said,) = join("banned")
         assert (ended, f"peer {stranger}: it is banned" in said) == (BannedError.exit_code, True), said
 
+        decree("admit", swarm.started("member"))
         decree("close")
         ended, (said,) = join("stranger")
         assert (ended, "the run is closed, and it is not admitted" in said) == (ClosedError.exit_code, True), said
