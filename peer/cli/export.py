@@ -16,7 +16,7 @@ import typer
 from peer.cli import hub, running
 from peer.cli.log import Log, room_for
 from peer.cli.model import Checkpoints, Choice, Replayed, Round, checkpoints_in, opened, own_model, replay_of
-from peer.cli.options import with_options
+from peer.cli.options import require_license, with_options
 from peer.net import processes
 from peer.net.address import host_of, is_public
 from peer.net.disk import Disk
@@ -27,7 +27,7 @@ from peer.ui.text import clean, size, typed
 from protocol.errors import LocalError, UsageError
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
-from protocol.run.manifest import Manifest, is_license
+from protocol.run.manifest import Manifest
 from protocol.run.short_line import join_line
 
 
@@ -57,10 +57,7 @@ class ExportOptions:
 async def _export(options: ExportOptions) -> None:
     from peer.log import gguf_file
 
-    if options.license and not is_license(options.license):
-        raise UsageError(
-            f"--license {clean(options.license, 64)}: not the name of a licence; write it as in apache-2.0 or mit"
-        )
+    require_license(options.license)
     if options.push is not None:
         hub.require(options.push)
     if options.gguf:

@@ -15,7 +15,7 @@ import typer
 
 from peer.cli import running
 from peer.cli.data import build_corpus, tokenizer_file
-from peer.cli.options import with_options
+from peer.cli.options import require_license, with_options
 from peer.cli.plan import read_peers
 from peer.net import keyfile
 from peer.net.disk import Disk
@@ -134,6 +134,7 @@ async def _init(options: InitOptions) -> None:
         raise UsageError(f"{folder / MANIFEST}: is there already; choose another NAME, or remove the folder {folder}")
     if options.corpus is not None and (options.sources or options.tokenizer):
         raise UsageError("--corpus: has its text and its tokenizer; give it without SOURCE and without --tokenizer")
+    require_license(options.license)
     operators = options.operators or []
     for operator in operators:
         identity.public_key(operator)

@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from peer.cli import running
+from protocol.errors import UsageError
 
 T = TypeVar("T")
 Dir = Annotated[Path, typer.Option("--dir", help="Folder for this node's key and state.", show_default=True)]
@@ -91,6 +92,15 @@ def with_options(options: Callable[..., T], work: Callable[[T, typer.Context], N
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in named}
     command.__doc__ = None
     return command
+
+
+def require_license(name: str) -> None:
+    """Raises UsageError if this cannot be the name of a licence; empty: none is given."""
+    from peer.ui.text import clean
+    from protocol.run.manifest import is_license
+
+    if name and not is_license(name):
+        raise UsageError(f"--license {clean(name, 64)}: not the name of a licence; write it as apache-2.0 or mit")
 
 
 def coroutine(work: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:

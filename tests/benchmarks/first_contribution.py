@@ -150,8 +150,8 @@ def page(install: Sequence[str], seconds: Sequence[float], packages: float, disk
 `python -m tests.benchmarks.first_contribution {shlex.join(sys.argv[1:])}`, commit {commit}, {os.cpu_count()} cores with
 a load of {os.getloadavg()[1]:.1f}. The volunteer's machine has an empty home folder, Python alone in its PATH, and no
 sight of the source tree; the operator's has a node and a peer. Each is a network namespace behind one router.
-The packages come from a mirror in this machine's network, with the processor build of PyTorch as its default; elsewhere
-the second line has `--extra-index-url`, as the [README](../../README.md) shows it.
+PyTorch's wheel, the processor build, lay on the disk already; the other packages came from the package index. Elsewhere
+the second line has `--extra-index-url`, as the [README](../../README.md) shows it, and fetches that wheel, too.
 
 The run is one that `potluck init` makes: rounds of 30 s, a probation of 8 rounds.
 
@@ -164,7 +164,7 @@ Wanted: three lines, less than {duration(LIMIT)}. In the same run without probat
 {counted.seconds:.0f} s until tokens of the volunteer are counted, {duration(free)} in all. With it they count eight
 rounds of 30 s after the first.
 
-Packages: {size(packages)} fetched. Disk: {size(disk)} for the environment, {size(kept.disk)} for the peer's folder.
+Packages: {size(packages)}, PyTorch's with them. Disk: {size(disk)} for the environment, {size(kept.disk)} for the peer's folder.
 
 What the volunteer reads:
 

@@ -15,7 +15,9 @@ from peer.ui.model_card import CARD, MOST_CONTRIBUTORS, MOST_POINTS, PICTURE, Ca
 from protocol.identity import Identity, short_peer
 from protocol.run.manifest import DataSpec, Manifest
 from protocol.wire.claims import Evaluation
+from protocol.wire.decree import CLOSE
 from tests.support import tiny
+from tests.support.access import decree, signed
 
 ADA, BOB = (Identity(bytes([1, i] * 16)).peer_id for i in range(2))
 HOSTILE = '<img src=x>|**b** [a](http://b.c) `q`\\ # & "y" www.d.e @f'
@@ -170,3 +172,10 @@ def test_few_losses_have_a_picture_or_none(losses: list[tuple[float, float]]) ->
     if shown:
         ElementTree.fromstring(shown)
         assert "nan" not in shown
+
+
+def test_a_decree_that_closes_a_run_is_heard_though_the_model_is_of_an_earlier_round() -> None:
+    told = history(tiny.manifest(), until=2)
+    assert told.is_open
+    told.add(tiny.commit(tiny.manifest(), round=4, time=1e6, decrees=1, decree=signed(decree(CLOSE), tiny.OPERATOR)))
+    assert not told.is_open
