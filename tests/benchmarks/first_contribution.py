@@ -164,7 +164,8 @@ Wanted: three lines, less than {duration(LIMIT)}. In the same run without probat
 {counted.seconds:.0f} s until tokens of the volunteer are counted, {duration(free)} in all. With it they count eight
 rounds of 30 s after the first.
 
-Packages: {size(packages)}, PyTorch's with them. Disk: {size(disk)} for the environment, {size(kept.disk)} for the peer's folder.
+Packages: {size(packages)}, PyTorch's with them. Disk: {size(disk)} for the environment, {size(kept.disk)} for the
+peer's folder.
 
 What the volunteer reads:
 
