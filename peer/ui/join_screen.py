@@ -72,7 +72,7 @@ class JoinScreen(LiveScreen):
             case events.Fetching(came=came, bytes=whole, done=False):
                 self._does(f"fetches the model: {size(came)} of {size(max(came, whole))}")
             case events.Waiting(round=round, seconds=seconds):
-                self._does(f"is ready, and begins with round {round} in about {duration(seconds)}")
+                self._does(f"is ready; round {round} begins in about {duration(seconds)}")
             case events.Role() as role:
                 self._role = role
                 self._steps.clear()
@@ -80,7 +80,7 @@ class JoinScreen(LiveScreen):
             case events.Step() as step:
                 self._steps.append(step)
             case events.Offered(round=round, bytes=sent):
-                self._does(f"sends its update of round {round} ({size(sent)}); it is judged and added up")
+                self._does(f"sends its update of round {round} ({size(sent)})")
             case events.Withdrew(round=round):
                 self._does(f"sits out round {round}")
             case events.Round() as done:
@@ -91,9 +91,7 @@ class JoinScreen(LiveScreen):
                 self._does("comes back to the run")
             case events.Leaving(seconds=seconds):
                 self._role = None
-                self._does(
-                    f"hands its last work over, which takes {seconds:g} s at most", "Ctrl-C once more ends at once"
-                )
+                self._does(f"hands its last work over, in {seconds:g} s at most", "Ctrl-C once more ends at once")
             case events.Finished(round=round):
                 self._role, self._goes_on = None, False
                 self._does("has the finished model", f"the run is over after round {round}")
@@ -263,5 +261,5 @@ def _cut(lines: list[Text], width: int, rows: int) -> list[Text]:
 def _trains(role: events.Role) -> str:
     if role.role == "full":
         return f"trains the whole model in round {role.round:,}"
-    part = f"{blocks(role.first, role.last)}, stage {role.position + 1} of {role.stages} of a chain"
+    part = f"{blocks(role.first, role.last)}, stage {role.position + 1} of {role.stages}"
     return f"trains {part}, in round {role.round:,}"

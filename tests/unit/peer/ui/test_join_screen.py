@@ -114,7 +114,7 @@ def test_what_comes_before_the_first_round_is_said() -> None:
     seen.tell(events.Fetching(round=4, came=12_000_000, bytes=28_000_000, seconds=4.0, done=False))
     assert "fetches the model: 12.0 MB of 28.0 MB" in seen.text()
     seen.tell(events.Waiting(round=5, seconds=20.0))
-    assert "is ready, and begins with round 5 in about 20 s" in seen.text()
+    assert "is ready; round 5 begins in about 20 s" in seen.text()
 
 
 def test_a_newcomers_work_is_kept_and_nothing_is_yellow() -> None:
@@ -176,7 +176,7 @@ def test_pauses_and_the_end_are_said() -> None:
     seen = story().tell(events.Paused(reason="outside of its hours, 22-7"))
     assert "pauses: outside of its hours, 22-7" in seen.text()
     seen.tell(events.Resumed()).tell(events.Leaving(seconds=20.0))
-    assert "hands its last work over, which takes 20 s at most" in seen.text()
+    assert "hands its last work over, in 20 s at most" in seen.text()
     assert "Ctrl-C once more ends at once" in seen.text()
     seen.tell(events.Finished(round=200, digests={}))
     assert "has the finished model" in seen.text()
