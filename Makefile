@@ -93,7 +93,8 @@ wheel: setup
 	$(BIN)/python -m hatchling build --target wheel
 	TORCH="$(TORCH)" $(BIN)/python -m pytest tests/e2e/test_wheel.py -m campaign
 
-# The pictures of the documents, and every screen into pictures/, from a run of the demo that a monitor watches. Needs Chromium.
+# The pictures of the documents, and every screen into pictures/: of the demo that a monitor watches, and of a volunteer's first minutes in a
+# run of its own, as `python -m tests.docs.pictures --volunteer pictures` takes them alone. Needs Chromium.
 pictures: setup
 	$(BIN)/python -m tests.docs.pictures docs/images --all pictures
 

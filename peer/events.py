@@ -345,6 +345,8 @@ class Leaving:
 class Left:
     """The sum of what a peer did since its process began, when that ends."""
 
+    folder: str
+    """The peer's."""
     seconds: float
     rounds: int
     """Rounds that it applied."""

@@ -56,12 +56,14 @@ class BootstrapOptions:
         ),
     ] = None
     relay_limit: Annotated[
-        str, typer.Option(help="Most that is passed on between peers who cannot reach each other, in all; 0: nothing.")
+        str, typer.Option(help="Most bandwidth for relaying between peers who cannot reach each other; 0: no relaying.")
     ] = "100Mbps"
     corpus: Annotated[
         Path | None, typer.Option(help="Folder with the run's corpus (potluck data build), to serve it.")
     ] = None
-    audit: Annotated[bool, typer.Option("--audit", help="Follow the log beside the node; believe nobody else.")] = False
+    audit: Annotated[
+        bool, typer.Option("--audit", help="Follow the log in a process beside the node, and trust only its states.")
+    ] = False
     log_file: LogFile = None
     json: Json = False
 

@@ -31,7 +31,7 @@ from peer.net.node_calls import CALL_SECONDS
 from peer.node import open_run
 from peer.node.open_run import KEY, here, node_folder, parse_run
 from peer.ui.lines import decreed
-from peer.ui.text import clean, meant, typed
+from peer.ui.text import clean, meant, number, typed
 from protocol import identity
 from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import Identity
@@ -96,7 +96,7 @@ async def open_(run: OwnRun = None, reason: Reason = "", dir: Dir = FOLDER) -> N
 @app.command(epilog="Example: potluck run close my-run.toml")
 @coroutine
 async def close(run: OwnRun = None, reason: Reason = "", dir: Dir = FOLDER) -> None:
-    """Let only those take part whom the manifest lists, or who were admitted."""
+    """Let only peers take part that the manifest lists or an operator admits."""
     await _decree(run, dir, wire.CLOSE, reason)
 
 
@@ -113,8 +113,8 @@ async def appoint(
     reason: Reason = "",
     dir: Dir = FOLDER,
 ) -> None:
-    """Make others operators too, or give operators other addresses. Who decides changes only with run quorum, or where
-    one is silent for long."""
+    """Appoint more operators, or change operators' addresses. Which of them decide rounds changes only by run quorum,
+    or when one is silent for long."""
     await _decree(run, dir, wire.APPOINT, reason, operators=_operators(nodes))
 
 
@@ -138,7 +138,7 @@ async def quorum(
     reason: Reason = "",
     dir: Dir = FOLDER,
 ) -> None:
-    """Have more operators decide, or fewer. Enough of them must give signs of life."""
+    """Let more or fewer operators decide each round. Enough of their nodes must be running."""
     refused = why_no_quorum(number)
     if refused is not None:
         raise UsageError(refused)
@@ -150,27 +150,28 @@ class SetOptions:
     """The options of `potluck run set`."""
 
     run: OwnRun = None
-    rounds: Annotated[int | None, typer.Option(min=1, help="The run is over after so many.")] = None
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds after which the run is over.")] = None
     total_steps: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Inner steps of the learning rate's schedule. Without it: as many more or fewer as --rounds has, where"
-            " the schedule ended with the run; else as now.",
+            help="Inner steps of the learning rate's schedule (default: it still ends with the run if it did before;"
+            " else as now).",
         ),
     ] = None
     probation: Annotated[
         int | None, typer.Option(min=0, max=MAX_PROBATION, help="Rounds in which a newcomer's work has no weight.")
     ] = None
-    share: Annotated[float | None, typer.Option(min=LEAST_SHARE, max=1, help="Of a round's weight, for one peer.")] = (
-        None
-    )
+    share: Annotated[
+        float | None, typer.Option(min=LEAST_SHARE, max=1, help="Most of a round's weight that one peer has, 0 to 1.")
+    ] = None
     range_sessions: Annotated[
         int | None,
         typer.Option(min=0, max=MAX_SESSIONS, help="Sessions for strangers from one range of addresses; 0: all."),
     ] = None
     range_share: Annotated[
-        float | None, typer.Option(min=LEAST_SHARE, max=1, help="Of the plan, for strangers from one range.")
+        float | None,
+        typer.Option(min=LEAST_SHARE, max=1, help="Most of the plan for strangers from one range of addresses."),
     ] = None
     reason: Reason = ""
     dir: Dir = FOLDER
@@ -321,7 +322,7 @@ async def _until_decided(transport: Transport, at: Sequence[str], decree: Decree
             break
         if len(answer.signed) != signatures:
             signatures = len(answer.signed)
-            then = "the other operators have to type the same; this waits for them"
+            then = "the other operators have to type the same command; this one waits for them"
             if signatures >= answer.wanted:
                 then = "it comes with the next commit"
             print(f"{what}: signed by {signatures} of {answer.wanted}; {then}", flush=True)
@@ -351,20 +352,20 @@ async def _patiently(transport: Transport, at: Sequence[str], motion: Motion, wh
 # --- lists of runs
 
 
-@app.command(epilog="Example: potluck run card my-run.toml --about 'plays in verse' --licence CC0-1.0")
+@app.command(epilog="Example: potluck run card my-run.toml --about 'plays in verse'")
 @coroutine
 async def card(
     run: OwnRun = None,
     about: Annotated[str, typer.Option(help="What the run trains, for people.")] = "",
     text: Annotated[str, typer.Option(help="On which text.")] = "",
-    licence: Annotated[str, typer.Option(help="The model's licence, such as Apache-2.0.")] = "",
     dir: Dir = FOLDER,
 ) -> None:
-    """Print the run's line for lists of runs (potluck runs), signed by your node: publish it where people look."""
-    longest = max(map(len, (about, text, licence)))
+    """Print the run's entry for lists of runs (potluck runs), signed by your node: publish it where people look. It has
+    the line to join if everybody may."""
+    longest = max(map(len, (about, text)))
     folder, operator, found = _operator(run, dir, "", LONGEST_NOTE)
     if longest > LONGEST_TEXT:
-        raise UsageError(f"--about, --text, --licence: {longest} characters; {LONGEST_TEXT} at most")
+        raise UsageError(f"--about, --text: {longest} characters; {LONGEST_TEXT} at most")
     if operator.peer_id not in found.dialled:
         raise UsageError(f"--dir {folder}: its node has not run yet; start it once, and give its folder")
     place = next(place for place in found.bootstrap if peers_of([place]) == (operator.peer_id,))
@@ -380,7 +381,7 @@ async def card(
         name=manifest.name,
         about=about,
         text=text,
-        licence=licence,
+        licence=manifest.license,
         parameters=layout.total_parameters(manifest.model),
         memory=sum(budget.smallest_stage(manifest)),
         open=now.access.is_open,
@@ -389,7 +390,7 @@ async def card(
         tokens=credits.tokens,
         loss=float(statistics.median(losses)),
         time=int(time.time()),
-        line=str(line),
+        line=str(line) if now.access.is_open else "",
         run=manifest.run_id,
         operator=operator.peer_id,
     )
@@ -421,7 +422,7 @@ async def invite(
     print(f"{place}#{ticket.text()}", flush=True)
     end = typed("potluck", "run", "ban", place, key, *(() if folder == FOLDER else ("--dir", folder)))
     day = datetime.fromtimestamp(until, UTC).strftime("%Y-%m-%d %H:%M")
-    print(f"for {count} peer{'s' if count > 1 else ''} until {day} UTC; to end it: {end}", file=sys.stderr, flush=True)
+    print(f"valid for {number(count, 'peer')} until {day} UTC; to end it: {end}", file=sys.stderr, flush=True)
 
 
 def seconds_in(text: str) -> int:
@@ -429,5 +430,7 @@ def seconds_in(text: str) -> int:
     found = re.fullmatch(r"([0-9]{1,6})([mhd])", text)
     seconds = int(found[1]) * EXPIRY_SECONDS[found[2]] if found else 0
     if not 0 < seconds <= LONGEST_EXPIRY_DAYS * EXPIRY_SECONDS["d"]:
-        raise UsageError(f"--expires {clean(text, 20)}: give such as 30m, 12h or 7d, at most {LONGEST_EXPIRY_DAYS}d")
+        raise UsageError(
+            f"--expires {clean(text, 20)}: not a time; write it as 30m, 12h or 7d, at most {LONGEST_EXPIRY_DAYS}d"
+        )
     return seconds

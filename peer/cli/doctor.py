@@ -47,7 +47,7 @@ from protocol.wire.announcement import VERSION, Announcement
 GOOD, WARNING, BAD, UNKNOWN = "good", "warning", "bad", "unknown"
 MARKS = {GOOD: "✓", WARNING: "!", BAD: "✗", UNKNOWN: "?"}
 MACHINE_STEPS = ("python", "torch", "open files", "memory", "port", "disk")
-RUN_STEPS = ("run", "reach", "clock", "line", "speed", "role")
+RUN_STEPS = ("run", "reach", "clock", "bandwidth", "speed", "role")
 OPTIONAL_STEPS = ("speed", "role")
 """Joining works without them."""
 WITHIN_SECONDS = 45.0
@@ -127,7 +127,7 @@ class DoctorOptions:
     memory: Memory = "auto"
     threads: Threads = DEFAULT_THREADS
     within: Annotated[
-        float, typer.Option(min=1, help="Seconds that it may take; what was not looked at by then is said.")
+        float, typer.Option(min=1, help="Seconds that it may take; checks that were not done by then are named.")
     ] = WITHIN_SECONDS
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: findings, and whether joining would work.")
@@ -174,7 +174,7 @@ async def _doctor(options: DoctorOptions, time: Time) -> None:
     elif bad:
         print(f"potluck join would not work here: {', '.join(bad)}")
     elif unknown:
-        print(f"whether potluck join would work here is not known: {', '.join(unknown)}")
+        print(f"potluck join may not work here; not known: {', '.join(unknown)}")
     elif options.run is not None:
         print("potluck join would work here")
     else:
@@ -219,7 +219,7 @@ async def _examined(options: DoctorOptions, time: Time, find: Find) -> None:
 def _unfinished(steps: tuple[str, ...], within: float) -> list[Finding]:
     """Findings for the steps that are missing when the time is over; the first was under way."""
     remedy = f"try again when this machine has less to do, or give it more time (--within {LONGER_SECONDS})"
-    under_way, never = f"it was still looked at when {within:g} s were over", f"not looked at: {within:g} s were over"
+    under_way, never = f"the check was not over after {within:g} s", f"not checked: {within:g} s were over"
     return [
         Finding(step, WARNING if step in OPTIONAL_STEPS else UNKNOWN, never if i else under_way, remedy)
         for i, step in enumerate(steps)
@@ -446,13 +446,13 @@ async def _role(look: Look, manifest: Manifest, key: Identity, transport: Transp
             warnings.append(body.text)
         if isinstance(body, events.Measured) and body.round_trip_ms is not None:
             line = f"{rate(body.up_bps)} up, {rate(body.down_bps)} down"
-            find(Finding("line", GOOD, f"{line}, {body.round_trip_ms:.0f} ms to a bootstrap node"))
+            find(Finding("bandwidth", GOOD, f"{line}; {body.round_trip_ms:.0f} ms to a bootstrap node"))
 
     look.at("clock")
     monitor = Monitor(manifest, transport, bootstrap=machine.config.run.bootstrap)
     known = await known_by(monitor)
     check_nodes([monitor.peers[o] for o in manifest.operators if o in monitor.peers], look.clock, find)
-    look.at("line")
+    look.at("bandwidth")
     storage = Storage(look.options.dir)
     try:
         peer = Peer(manifest, key, transport, storage, machine, emit)
@@ -460,7 +460,7 @@ async def _role(look: Look, manifest: Manifest, key: Identity, transport: Transp
     finally:
         storage.close()
     for warning in warnings:
-        find(_failed("line", warning, WARNING))
+        find(_failed("bandwidth", warning, WARNING))
     look.at("speed")
     speed = await _speed(look, manifest, machine.hardware)
     look.at("role")
@@ -476,7 +476,7 @@ async def _speed(look: Look, manifest: Manifest, hardware: Hardware) -> int | No
     devices, memory = hardware.devices, hardware.memory_bytes
     speed = await speed_test.together(manifest, options.dir, devices, options.threads, memory, SPEED_SECONDS, within)
     if speed is None:
-        text = f"not known after {time.monotonic() - began:.0f} s of trying, others may be much faster"
+        text = f"not known after {time.monotonic() - began:.0f} s of trying; other machines may be much faster"
         remedy = "try again when this machine has less to do, give --device a GPU, or join a run with a smaller model"
         look.find(Finding("speed", WARNING, text, remedy))
     else:

@@ -16,12 +16,12 @@ import typer
 from peer.cli import hub, running
 from peer.cli.log import Log, room_for
 from peer.cli.model import Checkpoints, Choice, Replayed, Round, checkpoints_in, opened, own_model, replay_of
-from peer.cli.options import with_options
+from peer.cli.options import require_license, with_options
 from peer.net import processes
 from peer.net.address import host_of, is_public
 from peer.net.disk import Disk
 from peer.node.open_run import NobodyThere, parse_run, run_in
-from peer.ui.model_card import UNKNOWN, Card, History, licence
+from peer.ui.model_card import UNKNOWN, Card, History
 from peer.ui.progress import Progress
 from peer.ui.text import clean, size, typed
 from protocol.errors import LocalError, UsageError
@@ -43,8 +43,11 @@ class ExportOptions:
         bool, typer.Option("--gguf", help="Write model.gguf, too, for llama.cpp and what is built on it.")
     ] = False
     license: Annotated[
-        str, typer.Option(metavar="NAME", help="The model's licence, for its card, such as apache-2.0.")
-    ] = UNKNOWN
+        str,
+        typer.Option(
+            metavar="NAME", help="The model's licence, for its card, such as apache-2.0 (default: the manifest's)."
+        ),
+    ] = ""
     push: Annotated[
         str | None,
         typer.Option(metavar="OWNER/NAME", help="Upload the folder to this repository of the Hugging Face hub."),
@@ -54,7 +57,7 @@ class ExportOptions:
 async def _export(options: ExportOptions) -> None:
     from peer.log import gguf_file
 
-    licence(options.license)
+    require_license(options.license)
     if options.push is not None:
         hub.require(options.push)
     if options.gguf:
@@ -98,16 +101,16 @@ async def _write(choice: Choice, options: ExportOptions, progress: Progress) -> 
         round=found.state.round,
         state=digest,
         is_checked=found.is_checked,
-        address=public_line(manifest, choice.where),
-        licence=options.license,
+        address=public_line(manifest, choice.where) if history is None or history.is_open else "",
+        licence=options.license or manifest.license or UNKNOWN,
         history=history,
     )
     _show_writing(progress, spec, options.gguf, lambda: _bytes_in(export.part_of(out)))
     disk = Disk()
     await asyncio.to_thread(export.write, manifest, found.state, found.tokenizer, out, disk, card.files(), options.gguf)
-    unchecked = "as the checkpoint has it: no later round says what it should be"
+    unchecked = "as a peer's checkpoint has it; no log has confirmed it"
     by = "as the log gives it" if found.is_checked else unchecked
-    unknown = " (--license names the licence)" if options.license == UNKNOWN else ""
+    unknown = "" if options.license or manifest.license else " (--license names the licence)"
     names = ", ".join(f"{name} ({size(disk.stat(out / name)[0])})" for name in disk.names(out))
     return [
         f"{out}: the model of {clean(manifest.name)} after round {found.state.round}, state {digest[:12]}…, {by}",
@@ -163,7 +166,7 @@ def _complete(folder: Path, options: ExportOptions, progress: Progress) -> list[
     """Adds what is asked for to a folder of `potluck export`. Returns that as text. Raises UsageError."""
     from peer.log import export, gguf_file
 
-    if options.out is not None or options.round is not None or options.checkpoint or options.license != UNKNOWN:
+    if options.out is not None or options.round is not None or options.checkpoint or options.license:
         raise UsageError(f"model {folder}: is an export already; give it with --gguf or --push alone")
     if not options.gguf and options.push is None:
         raise UsageError(f"model {folder}: is an export already; give --gguf or --push, or a run")

@@ -15,7 +15,7 @@ import typer
 
 from peer.cli import running
 from peer.cli.data import build_corpus, tokenizer_file
-from peer.cli.options import with_options
+from peer.cli.options import require_license, with_options
 from peer.cli.plan import read_peers
 from peer.net import keyfile
 from peer.net.disk import Disk
@@ -50,10 +50,11 @@ FEW_HELD_OUT_SEQUENCES = 8
 LEAST_AHEAD = 1.05
 """Times as many tokens a second with overlap, for which it is spoken of."""
 COMMENTS = {
+    "license": "the model's; the page, the card and potluck export name it",
     "seed": "what the model begins with, and the order of the text, follow from it",
     "rounds": "the run is over after so many",
     "start_peers": "the first round begins when so many are there",
-    "operators": "whose nodes decide rounds: `potluck key` prints a node's name",
+    "operators": "the nodes that decide rounds: `potluck key` prints a node's id",
     "quorum": "how many of them decide",
     "checkpoint_rounds": "peers keep the state of every so many rounds for newcomers",
     "inner_steps": "the most inner steps of a replica in a round",
@@ -100,7 +101,7 @@ class InitOptions:
         ),
     ] = None
     peers: Annotated[
-        Path | None, typer.Option(help="TOML file of machines that there will be (docs/guides/plan.md), for estimates.")
+        Path | None, typer.Option(help="TOML file of the machines to expect (docs/guides/plan.md), for estimates.")
     ] = None
     rounds: Annotated[
         int | None, typer.Option(min=1, max=MOST_ROUNDS, help="Rounds (default: what the size needs).")
@@ -108,8 +109,11 @@ class InitOptions:
     optimizer: Annotated[
         str, typer.Option(help="Inner optimizer: muon (for the matrices inside blocks; AdamW for the rest), or adamw.")
     ] = "muon"
-    start_peers: Annotated[int, typer.Option(min=1, max=MOST_PEERS, help="Begin when so many peers are there.")] = 1
+    start_peers: Annotated[int, typer.Option(min=1, max=MOST_PEERS, help="Peers that the first round waits for.")] = 1
     seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the run.")] = 0
+    license: Annotated[
+        str, typer.Option(metavar="NAME", help="The licence of the model that the run makes, such as apache-2.0.")
+    ] = ""
 
 
 command = with_options(InitOptions, lambda options, _: running.run(_init(options), interrupted=1))
@@ -130,6 +134,7 @@ async def _init(options: InitOptions) -> None:
         raise UsageError(f"{folder / MANIFEST}: is there already; choose another NAME, or remove the folder {folder}")
     if options.corpus is not None and (options.sources or options.tokenizer):
         raise UsageError("--corpus: has its text and its tokenizer; give it without SOURCE and without --tokenizer")
+    require_license(options.license)
     operators = options.operators or []
     for operator in operators:
         identity.public_key(operator)
@@ -157,7 +162,7 @@ async def _init(options: InitOptions) -> None:
     disk.remove(folder / TOKENIZER)  # the corpus has it
     for line in (*estimates(manifest, index, candidates), *operating(manifest)):
         print(line)
-    print("\nStart it with the line below. It prints the address with which everybody joins.")
+    print("\nStart it with the command below. It prints the line with which everybody joins.")
     print(f"    {typed('potluck', 'bootstrap', folder / MANIFEST, '--dir', folder / NODE, '--corpus', text)}")
 
 
@@ -189,7 +194,7 @@ async def _build(options: InitOptions, preset: Preset, folder: Path) -> CorpusIn
     try:
         gguf_file.vocabulary(raw)
     except UsageError:
-        print("tokenizer: llama.cpp has none like it, so the model gets no GGUF file; all else works", flush=True)
+        print("tokenizer: llama.cpp has none like it, so no GGUF file can be made; everything else works", flush=True)
     print(f"text: {', '.join(map(str, found))}", flush=True)
     return await build_corpus(request)
 
@@ -237,6 +242,7 @@ def make_manifest(
         )
         return Manifest(
             name=options.name,
+            license=options.license,
             seed=options.seed,
             rounds=rounds,
             start_peers=options.start_peers,
@@ -330,7 +336,7 @@ def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidat
     yield (
         f"text: {index.tokens:,} tokens in {index.sequences:,} sequences of {index.sequence}, {index.vocab_size:,} ids"
     )
-    few = "; so few say little: more text holds out more" if index.held_out_sequences < FEW_HELD_OUT_SEQUENCES else ""
+    few = "; too few for a sure figure: more text has more" if index.held_out_sequences < FEW_HELD_OUT_SEQUENCES else ""
     yield f"held out: {number(index.held_out_sequences, 'sequence')}, on which nobody trains{few}"
     for where, device in (("memory", memory.CPU), ("with a GPU", memory.GPU)):
         part = f"a member of a chain {_amounts(budget.smallest_stage(manifest, device))} or more"

@@ -88,9 +88,9 @@ class JoinOptions:
     devices: Devices = None
     memory: Memory = "auto"
     up: Annotated[str | None, typer.Option(help='Uplink to announce, such as "20Mbps" (default: measured).')] = None
-    down: Annotated[
-        str | None, typer.Option(help='Measurement to announce, such as "100Mbps" (default: measured).')
-    ] = None
+    down: Annotated[str | None, typer.Option(help='Downlink to announce, such as "100Mbps" (default: measured).')] = (
+        None
+    )
     up_limit: Annotated[
         str | None,
         typer.Option(
@@ -102,7 +102,7 @@ class JoinOptions:
     threads: Threads = DEFAULT_THREADS
     trace: Annotated[
         Path | None,
-        typer.Option(help="Record what this machine computes and waits for in this file, for ui.perfetto.dev."),
+        typer.Option(help="Record in this file what this machine computes and waits for; ui.perfetto.dev shows it."),
     ] = None
     corpus: Annotated[
         Path | None,
@@ -119,7 +119,7 @@ class JoinOptions:
         bool,
         typer.Option(
             "--pause-when-busy",
-            help="Leave while other programs use most of the processors, or the GPU, and come back.",
+            help="Leave the run while other programs use most of the processors or the GPU, and come back afterwards.",
         ),
     ] = False
     on_battery: Annotated[
@@ -152,7 +152,7 @@ class JoinOptions:
         if harmless_name(self.name) != self.name:
             raise UsageError(
                 f"--name {clean(self.name, 40)}: a name has at most {LONGEST_NAME} letters, digits, spaces, - _ and .;"
-                f" give such as {typed('--name', harmless_name(self.name) or 'Ada')}"
+                f" write it as {typed('--name', harmless_name(self.name) or 'Ada')}"
             )
         found = open_run.parse_run(self.run or open_run.here(self.dir))
         announced: tuple[str, ...] = ()
@@ -202,8 +202,8 @@ async def join(config: JoinConfig, factories: Factories | None = None) -> None:
     folder = config.folder
     key = keyfile.load_or_create(folder / KEY)
     clock = Clock() if factories is None else factories.clock
-    screen = JoinScreen(key.peer_id)
-    tally = Tally(events.json_sink() if config.json else screen.feed)
+    screen = JoinScreen(key.peer_id, config.name)
+    tally = Tally(events.json_sink() if config.json else screen.feed, folder)
     emit, began = Emitter(key.peer_id, tally.take), clock.steady()
     storage = Storage(folder, config.store_bytes)
     try:
@@ -289,9 +289,11 @@ def _taking_part(
 class Tally:
     """Passes events on, and adds up the rounds that they report."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: Sink, folder: Path) -> None:
         self._sink = sink
-        self._sum = events.Left(seconds=0.0, rounds=0, own_tokens=0, tokens=0, first_loss=None, last_loss=None)
+        self._sum = events.Left(
+            folder=str(folder), seconds=0.0, rounds=0, own_tokens=0, tokens=0, first_loss=None, last_loss=None
+        )
 
     def take(self, event: Event) -> None:
         self._sink(event)

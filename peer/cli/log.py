@@ -124,10 +124,10 @@ async def verify(
     )
     if checkpoint is None and start is not None:
         print(
-            f"up to round {start.round} the commits alone were checked: the archive keeps the state after that round,"
-            " which has the log's digests, and the payloads since"
+            f"up to round {start.round} only the commits were checked: the archive begins with the state after that"
+            " round, which has the log's digests"
         )
-    print(f"{done.agreed} of {done.attested} attested digests of shards are what the replay gives")
+    print(f"{done.agreed} of {done.attested} digests that peers attested are those of the replay")
     if head >= 0 and set(layout.shard_names(manifest.model)) <= set(done.digests):
         print(f"state after round {head}: {layout.state_digest(manifest.model, done.digests)}")
     if done.problems:

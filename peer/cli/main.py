@@ -71,8 +71,8 @@ SECTIONS = {
         ),
         "service": LazyCommand(
             lambda: import_module("peer.cli.service").app,
-            "Take part for weeks: the system runs a peer or a bootstrap node, and starts it again after crashes and"
-            " when it starts itself.",
+            "Take part for weeks: the system runs a peer or a bootstrap node, and starts it again after a crash and"
+            " when the machine starts.",
         ),
     },
     "Watch": {
@@ -129,8 +129,8 @@ SECTIONS = {
         ),
         "key": LazyCommand(
             lambda: import_module("peer.cli.bootstrap").key,
-            "Print the name of the node or peer in a folder, such as the first operator needs it; makes its key if"
-            " there is none.",
+            "Print the id of the node or peer in a folder, as potluck init --operator takes it; makes its key if there"
+            " is none.",
             "potluck key --dir my-node",
         ),
         "invite": LazyCommand(

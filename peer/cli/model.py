@@ -58,7 +58,7 @@ Where = Annotated[
         " for join (default: the peer or node in this folder).",
     ),
 ]
-Round = Annotated[int | None, typer.Option(min=0, help="The round after which it is wanted (default: the last one).")]
+Round = Annotated[int | None, typer.Option(min=0, help="Take the model after this round (default: the last one).")]
 Checkpoints = Annotated[
     list[Path] | None,
     typer.Option(
@@ -307,14 +307,12 @@ class Writer:
         try:
             beginning.encode()
         except UnicodeEncodeError:
-            raise UsageError("the beginning: is not UTF-8; type it in a terminal that is set to UTF-8") from None
+            raise UsageError("prompt: is not UTF-8; type it in a terminal that is set to UTF-8") from None
         encoder = self.model.tokenizer
         ids = [] if encoder.end is None else [encoder.end]
         ids += encoder.ids(beginning)
         if not ids:
-            raise UsageError(
-                "the beginning: is empty, and the run's tokenizer has no token that begins a text; give one"
-            )
+            raise UsageError("prompt: is empty, and the run's tokenizer has no token that begins a text; give one")
         return ids
 
     def text(self, ids: Sequence[int]) -> Iterator[str]:
@@ -355,7 +353,7 @@ class SampleOptions:
     interactive: Annotated[
         bool,
         typer.Option(
-            "--interactive", help="Type beginnings, and the model goes on. Ctrl-C ends a text, Ctrl-D the program."
+            "--interactive", help="Type prompts, and the model continues them. Ctrl-C ends a text, Ctrl-D the program."
         ),
     ] = False
 
@@ -410,7 +408,7 @@ def noted_interrupts() -> Iterator[list[int]]:
 
 def converse(writer: Writer) -> None:
     """Continues each line that is typed, until the input ends."""
-    print("potluck: type a beginning; Ctrl-C ends a text, Ctrl-D the program", file=sys.stderr)
+    print("potluck: type a prompt; Ctrl-C ends a text, Ctrl-D the program", file=sys.stderr)
     while True:
         try:
             ids = writer.ids(input("> "))

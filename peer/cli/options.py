@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from peer.cli import running
+from protocol.errors import UsageError
 
 T = TypeVar("T")
 Dir = Annotated[Path, typer.Option("--dir", help="Folder for this node's key and state.", show_default=True)]
@@ -20,7 +21,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print events as JSON lines (
 LogFile = Annotated[
     Path | None,
     typer.Option(
-        "--log", metavar="FILE", help="Keep what is printed in this file, too: 10 MB, and three older ones beside it."
+        "--log", metavar="FILE", help="Write what is printed to this file, too: 10 MB, and three older files beside it."
     ),
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every address of this machine, IPv6, too.")]
@@ -28,8 +29,8 @@ Announce = Annotated[
     list[str] | None,
     typer.Option(
         metavar="ADDRESS",
-        help="Where others reach this machine, if that is not where it listens, such as /ip4/203.0.113.5/tcp/40213,"
-        " where a provider has another port for the one of --port; may be repeated.",
+        help="Address at which others reach this machine, if it listens at another one, such as"
+        " /ip4/203.0.113.5/tcp/40213 for a port that a provider forwards to the one of --port; may be repeated.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
@@ -91,6 +92,15 @@ def with_options(options: Callable[..., T], work: Callable[[T, typer.Context], N
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in named}
     command.__doc__ = None
     return command
+
+
+def require_license(name: str) -> None:
+    """Raises UsageError if this cannot be the name of a licence; empty: none is given."""
+    from peer.ui.text import clean
+    from protocol.run.manifest import is_license
+
+    if name and not is_license(name):
+        raise UsageError(f"--license {clean(name, 64)}: not the name of a licence; write it as apache-2.0 or mit")
 
 
 def coroutine(work: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:

@@ -278,7 +278,7 @@ REACHED = {
     "": "not asked",
     "direct": "others reach it directly",
     "mapped": "others reach it through a port of its router",
-    "private": "its router lets nobody in: others reach it through relays or through holes in the router",
+    "private": "its router refuses connections: others reach it by hole punching or through relays",
 }
 
 
@@ -298,7 +298,7 @@ def _dry_run_lines(known: Known, own: Announcement, head: Commit | None) -> Iter
     yield f"run {manifest.run_id[:12]} {clean(manifest.name)}: {begun}, {count(others, 'other peer')} there"
     beside = f" and {size(own.host_bytes)} of the host's" if own.host_bytes else ""
     yield f"this machine: {clean(own.device)}, {size(own.memory_bytes)}{beside} offered; {REACHED[own.reachable]}"
-    yield f"its line: {rate(own.up_bps)} up, {rate(own.down_bps)} down"
+    yield f"its bandwidth: {rate(own.up_bps)} up, {rate(own.down_bps)} down"
     yield from part_lines(known, own)
     yield "nothing was trained; the same command without --dry-run joins"
 
@@ -318,7 +318,8 @@ def part_lines(known: Known, announced: Announcement) -> Iterator[str]:
     whole = len(replica.members) == 1
     part = "a full replica" if whole else f"{blocks(first, last)} of a chain of {len(replica.members)}"
     state = sum(layout.shard_bytes(manifest.model, shard) for shard in memory.stage_shards(manifest, first, last))
-    fetches = f"it would fetch {size(state)} of state first ({duration(8 * state / max(own.down_bps, 1))} by its line)"
+    took = duration(8 * state / max(own.down_bps, 1))
+    fetches = f"it would fetch {size(state)} of state first ({took} at its bandwidth)"
     if not own.speed_flops:
         yield f"it would be {part}; how much it would train a day is not known, since its speed is not"
         yield fetches

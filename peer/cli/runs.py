@@ -56,7 +56,7 @@ def lines(card: Card, now: float) -> list[str]:
         f"{name}  {'; '.join([what, *about])}",
         f"    licence: {clean(card.licence) or 'not said'}; for {who}, from {size(card.memory)} of memory on",
         f"    {done}{loss}, {at}",
-        f"    potluck join {card.line}",
+        *([f"    potluck join {card.line}"] if card.line else []),
     ]
 
 
@@ -64,7 +64,8 @@ def line_of(name: str) -> str | None:
     """The line of the run that the last list calls `name`; None where there is none. Raises UsageError for several."""
     try:
         raw = (cache_folder() / _KEPT).read_bytes()
-        found = {card.line for card in cards(raw, _KEPT) if isinstance(card, Card) and short_name(card.name) == name}
+        listed = [card for card in cards(raw, _KEPT) if isinstance(card, Card) and card.line]
+        found = {card.line for card in listed if short_name(card.name) == name}
     except (OSError, UsageError):
         return None
     if len(found) > 1:

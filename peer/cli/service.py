@@ -101,8 +101,8 @@ def _install_node(options: bootstrap.BootstrapOptions, context: typer.Context) -
 
 app.command(
     "install",
-    help="Join a run for weeks: the system starts `potluck join` with these options now, again after crashes, and when"
-    " it starts itself.",
+    help="Join a run for weeks: the system starts `potluck join` with these options now, after each crash, and when the"
+    " machine starts.",
     epilog="Example: potluck service install shakespeare@203.0.113.5#4mQ8yV2kLr9TzX1bNc --memory 8GB",
 )(with_options(join.JoinOptions, _install_peer))
 app.command(
@@ -118,7 +118,7 @@ def _install(system: Systemd | Launchd, command: str, folder: Path, given: Path 
     kept = [] if given else [f"--log={log}"]
     system.install([sys.executable, "-P", "-m", "potluck", command, *kept, *typed], folder.resolve())
     print(f"service {system.name}: runs, and is started again after crashes; its file: {system.file}")
-    print(f"what it says: {log.resolve()}")
+    print(f"its log: {log.resolve()}")
     for line in system.installed():
         print(line)
 
@@ -130,7 +130,7 @@ def status(dir: Dir = FOLDER) -> None:
     runs, said = system.state()
     print(f"service {system.name}: {said}")
     print(f"its file: {system.file}")
-    print(f"what it says: {dir.resolve() / LOG}, unless --log named another")
+    print(f"its log: {dir.resolve() / LOG}, unless --log named another file")
     raise SystemExit(0 if runs else 1)
 
 
@@ -139,7 +139,7 @@ def remove(dir: Dir = FOLDER) -> None:
     """Stop the service of a folder politely, and forget it. The folder with its key and state stays."""
     system = _service(dir, installed=True)
     system.remove()
-    print(f"service {system.name}: stopped and removed; {dir} is as it was")
+    print(f"service {system.name}: stopped and removed; the folder {dir} stays")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Systemd(_Defined):
         user = user_name()
         if not (LINGERING / user).exists():
             needed = as_typed("loginctl", "enable-linger", user)
-            yield f"to go on when you log out, and begin when the machine starts, it needs this once: {needed}"
+            yield f"to keep it running when you log out, and start it with the machine, type this once: {needed}"
 
     def state(self) -> tuple[bool, str]:
         """Returns whether it runs, and a description. Raises LocalError."""

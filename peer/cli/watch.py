@@ -99,9 +99,9 @@ class WatchOptions:
             help="Show a recorded run: a file of events, or a bootstrap node's log; RUN is its manifest.",
         ),
     ] = None
-    dir: Annotated[
-        Path, typer.Option("--dir", help="Your peer's folder, if you have one: for the view of yourself.")
-    ] = Path("potluck-peer")
+    dir: Annotated[Path, typer.Option("--dir", help="Your peer's folder, for the view of your own part.")] = Path(
+        "potluck-peer"
+    )
 
 
 command = with_options(WatchOptions, lambda options, _: running.run(_monitor(options)))

@@ -46,7 +46,7 @@ class DemoOptions:
     full: Annotated[int, typer.Option(min=0, help="Full replicas.")] = 2
     chains: Annotated[int, typer.Option(min=0, help="Pipeline chains of weak peers.")] = 1
     stages: Annotated[int, typer.Option(min=2, max=16, help="Members of each chain.")] = 3
-    spares: Annotated[int, typer.Option(min=0, help="Weak peers more than the chains need.")] = 0
+    spares: Annotated[int, typer.Option(min=0, help="Weak peers beyond those that the chains need.")] = 0
     residual_width: Annotated[
         int,
         typer.Option(min=0, help="Values of a token that blocks write and the stages of a chain exchange; 0: all."),

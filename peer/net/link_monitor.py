@@ -253,7 +253,7 @@ class LinkMonitor:
         if self._missing:
             usual = " and ".join(f"{USUAL_BPS[up] / 1e6:g} Mb/s {'up' if up else 'down'}" for up in self._missing)
             text = f"bandwidth: not measured ({why}); {usual} are announced"
-            self._tell(events.Warning(text=f"{text}; to say what the line has, give --up and --down"))
+            self._tell(events.Warning(text=f"{text}; to announce your own figures, give --up and --down"))
 
     async def _measure(self, *, fresh: bool) -> None:
         """Measures every missing way. Raises Busy, RemoteError, TransportLost.

@@ -42,10 +42,10 @@ class Hours:
         """Hours such as `22-7` or `22:30-7:15`; 0-24 is always. Raises UsageError."""
         found = re.fullmatch(r"(\d\d?)(?::(\d\d))?-(\d\d?)(?::(\d\d))?", text, re.ASCII)
         if found is None:
-            raise UsageError(f"--hours {text}: not understood; give such as 22-7, or 22:30-7:15")
+            raise UsageError(f"--hours {text}: not understood; write them as 22-7 or 22:30-7:15")
         begin, end = (60 * int(found[i]) + int(found[i + 1] or 0) for i in (1, 3))
         if begin >= DAY_MINUTES or end > DAY_MINUTES or any(int(found[i] or 0) > 59 for i in (2, 4)):
-            raise UsageError(f"--hours {text}: a day has no such hour; give such as 22-7, or 22:30-7:15")
+            raise UsageError(f"--hours {text}: a day has no such hour; write them as 22-7 or 22:30-7:15")
         if begin == end:
             raise UsageError(f"--hours {text}: begins when it ends; leave it out to train always")
         return cls(begin, end)

@@ -100,7 +100,7 @@ def own_lines(found: list[Contributor], peer: str, round: int, rounds: int, name
     own = next((c for c in found if c.peer == peer), None)
     yield f"round {round:,} of {rounds:,} is decided; {called(peer, names)} is you"
     if own is None:
-        yield "no round has had you yet; a peer that runs gets work in the next one, or is a spare"
+        yield "you are in no round yet; a peer that runs gets work in the next round, or is a spare"
         return
     there = sum(1 for c in found if c.tokens)
     if own.tokens:
@@ -108,14 +108,15 @@ def own_lines(found: list[Contributor], peer: str, round: int, rounds: int, name
         since = f"the last {own.streak:,} without a gap" if own.streak > 1 else f"the newest is round {own.last_round}"
         yield f"your work is in {number(own.rounds, 'round')}, {since}"
     else:
-        yield "nothing of yours is in the model yet"
+        yield "none of your work is in the model yet"
     if own.probation:
         yield f"as a newcomer you brought {number(own.probation, 'round')} of good work, which is kept and counts later"
     if own.left_out:
         times = "once" if own.left_out == 1 else f"{own.left_out:,} times, the last time"
-        yield f"left out {times} because: {own.reason}"
+        yield f"your work was left out {times} because: {own.reason}"
     if own.scored is not None:
         gain = f"it lowered the loss by {own.gain:.5f} on its own text, by {own.gain - own.edge:.5f} on other text"
         yield f"others checked your work of round {own.scored:,}: {gain}"
     if own.rests is not None:
-        yield f"out until round {own.rests:,}: your work did not help, by the rule or by those who checked it"
+        why = "by the rules, or by the peers who checked it, yours did not help"
+        yield f"you get no work until round {own.rests:,}: {why}"

@@ -18,7 +18,7 @@ from peer import events
 from peer.events import Event
 from peer.ui.lines import MARKS, Lines, on_probation
 from peer.ui.screen import GRAY, GREEN, LEVEL_STYLES, LiveScreen, Plain, bar, brand, chart, panel, title_line
-from peer.ui.text import blocks, called, clean, cleaned, duration, number, percent, readable, size
+from peer.ui.text import Names, blocks, called, clean, cleaned, duration, number, percent, size
 
 NOTES = 200
 ROUNDS = 4096
@@ -26,27 +26,36 @@ ROUNDS = 4096
 STEPS = 16
 """Steps whose speed is shown."""
 LABEL = 11
+PROMPT = 24
+"""Characters of the text before the model's words."""
+SAMPLE_ROWS = 2
+"""Lines of both, at most."""
 
 
 class JoinScreen(LiveScreen):
     """Shows the peer `me` while its events arrive: `with JoinScreen(me) as screen: ... screen.feed(event)`.
 
     On an output that is no terminal, and after the screen has ended, the events' lines are printed instead.
+    name: that the peer announces.
     """
 
-    def __init__(self, me: str, console: Console | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, me: str, name: str = "", console: Console | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
         super().__init__(Lines(own=True), console)
-        self._me, self._clock = me, clock
+        self._clock, names = clock, Names()
+        names.learn(me, name)
+        self._who = f"you are {called(me, names)}"
         self._notes: deque[tuple[str, str]] = deque(maxlen=NOTES)
         self._own = Lines(own=True)
-        self._name = ""
         self._found: events.Found | None = None
         self._role: events.Role | None = None
         self._done: events.Round | None = None
         self._steps: deque[events.Step] = deque(maxlen=STEPS)
         self._losses: deque[tuple[float, float]] = deque(maxlen=ROUNDS)
         self._sample = ""
-        self._now, self._since = "is on its way to the run", clock()
+        self._now, self._then, self._since = "looks for the run", "a node of the run says what it trains", clock()
+        self._goes_on = True
         self._applied = 0
         self._today: tuple[date, int, int] | None = None
         self._began = self._looked = clock()
@@ -58,14 +67,12 @@ class JoinScreen(LiveScreen):
             case events.Found() as found:
                 self._found = found
                 self._does("finds out how others reach this machine")
-            case events.Started(peer=peer):
-                self._name = called(peer, {})
             case events.ReadingLog(round=round, newest=newest):
                 self._does(f"reads the log: round {round:,} of {newest:,}")
             case events.Fetching(came=came, bytes=whole, done=False):
                 self._does(f"fetches the model: {size(came)} of {size(max(came, whole))}")
             case events.Waiting(round=round, seconds=seconds):
-                self._does(f"is ready: round {round} begins in about {duration(seconds)}")
+                self._does(f"is ready; round {round} begins in about {duration(seconds)}")
             case events.Role() as role:
                 self._role = role
                 self._steps.clear()
@@ -73,7 +80,7 @@ class JoinScreen(LiveScreen):
             case events.Step() as step:
                 self._steps.append(step)
             case events.Offered(round=round, bytes=sent):
-                self._does(f"sends its update of round {round} ({size(sent)}); it is judged and added up")
+                self._does(f"sends its update of round {round} ({size(sent)})")
             case events.Withdrew(round=round):
                 self._does(f"sits out round {round}")
             case events.Round() as done:
@@ -82,14 +89,19 @@ class JoinScreen(LiveScreen):
                 self._steps.clear()
                 self._does(f"pauses: {reason}")
             case events.Resumed():
-                self._does("comes back")
+                self._does("comes back to the run")
             case events.Leaving(seconds=seconds):
-                self._does(f"hands over what it has learned, in {seconds:g} s at most")
+                self._role = None
+                self._does(f"hands its last work over, in {seconds:g} s at most", "Ctrl-C once more ends at once")
             case events.Finished(round=round):
-                self._does(f"has the finished model: the run is over after round {round}")
+                self._role, self._goes_on = None, False
+                self._does("has the finished model", f"the run is over after round {round}")
 
-    def _does(self, text: str) -> None:
-        self._now, self._since = text, self._clock()
+    def _does(self, text: str, then: str = "") -> None:
+        if not then and self._found is not None:
+            then = f"{self._found.parameters / 1e6:,.1f}M parameters; a round takes"
+            then += f" {duration(self._found.round_seconds)} of training"
+        self._now, self._then, self._since = text, then, self._clock()
 
     def _applies(self, time: float, done: events.Round) -> None:
         day = datetime.fromtimestamp(time).date()
@@ -107,6 +119,14 @@ class JoinScreen(LiveScreen):
             self._losses.append((done.round, done.loss))
         self._sample = next((found.sample for found in done.evaluations if found.sample), self._sample)
         self._does(f"has applied round {done.round}; the next one begins")
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            if self._goes_on and self._done is not None:
+                self._role = None
+                self._does("has left the run", "the same command brings it back")
+            self._goes_on = False
+        super().__exit__(*error)
 
     # --- a frame
 
@@ -126,10 +146,9 @@ class JoinScreen(LiveScreen):
         ascii_only = self.console.options.ascii_only
         top: list[RenderableType] = [self._title(width), panel(*self._step(width - 4), width, 4, ascii_only)]
         rows = height - 5
-        told = len(self._notes) + bool(self._sample)
-        notes = min(max(3, told + 2), 3 + (rows - 11) // 4) if rows >= 12 else 0
+        notes = min(max(3, len(self._told(width - 4, height)) + 2), 3 + (rows - 11) // 4) if rows >= 12 else 0
         middle = rows - notes
-        facts = self._facts(middle - 2)
+        facts = self._facts()
         if width >= 76 and self._losses:
             left = min(62, max(50, width // 2))
             plot = panel(
@@ -141,29 +160,28 @@ class JoinScreen(LiveScreen):
         else:
             body = [panel("your part", facts, width, middle, ascii_only)]
         if notes:
-            body.append(panel("news", self._told(width - 4, notes - 2), width, notes, ascii_only))
+            told = self._told(width - 4, notes - 2) or [Text("nothing is wrong", style=GRAY)]
+            body.append(panel("news", Group(*told), width, notes, ascii_only))
         frame = Group(*top, *body)
         return Plain(frame) if ascii_only else frame
 
     def _title(self, width: int) -> Text:
         name = clean(self._found.name) if self._found is not None else ""
-        left = brand(name).append(f" · {self._who()}", style=GRAY)
+        left = brand(name).append(f" · {self._who}", style=GRAY)
         right = ""
         if self._done is not None and self._done.rounds:
             right = f"round {min(self._done.round + 1, self._done.rounds):,} of {self._done.rounds:,}"
         return title_line(left, right, width)
 
-    def _who(self) -> str:
-        return f"you are {self._name or called(self._me, {})}"
-
     def _step(self, width: int) -> tuple[str, RenderableType]:
         """The title and two lines: what it does now, and how far the round's steps are."""
         now = Text(self._now, no_wrap=True)
-        now.append(f", for {duration(self._clock() - self._since)}", style=GRAY)
+        if self._goes_on:
+            now.append(f", for {duration(self._clock() - self._since)}", style=GRAY)
         now.truncate(width, overflow="ellipsis")
         role, steps = self._role, self._steps
         if role is None or not steps or steps[-1].round != role.round:
-            return "now", Group(now, Text(self._expects(), style=GRAY, no_wrap=True, overflow="ellipsis"))
+            return "this machine", Group(now, Text(self._then, style=GRAY, no_wrap=True, overflow="ellipsis"))
         last, seconds = steps[-1], sum(step.seconds for step in steps)
         label = f" step {last.step} of {max(role.steps, last.step)}"
         if seconds > 0:
@@ -175,64 +193,74 @@ class JoinScreen(LiveScreen):
         free = max(4, width - len(label))
         done = Text.assemble(bar(last.step / max(1, role.steps, last.step), free), label, no_wrap=True)
         done.truncate(width, overflow="ellipsis")
-        return f"round {role.round:,}", Group(now, done)
+        return "this machine", Group(now, done)
 
-    def _expects(self) -> str:
-        if self._found is None:
-            return "its manifest comes from a bootstrap node"
-        size_of = f"{self._found.parameters / 1e6:,.1f}M parameters"
-        return f"{size_of}; a round takes {duration(self._found.round_seconds)} of training"
-
-    def _facts(self, rows: int) -> Table:
+    def _facts(self) -> Table:
+        """The least important ones last, as a small screen shows the first."""
         table = Table.grid(padding=(0, 1))
         table.add_column(style=GRAY, no_wrap=True, min_width=LABEL)
-        table.add_column(overflow="ellipsis" if rows < 9 else "fold", no_wrap=rows < 9)
-        done = self._done
+        table.add_column(overflow="fold")
+        done, leaves = self._done, "; Ctrl-C leaves" if self._goes_on else ""
         if done is None or not done.holds:
             table.add_row("so far", Text("your first round is ahead"))
             if self._found is not None and self._found.probation:
                 first = number(self._found.probation, "round")
-                table.add_row("then", Text(f"your work is judged for {first}, kept, and counts afterwards"))
-            table.add_row("here", f"{duration(self._clock() - self._began)}; Ctrl-C leaves at any time")
+                table.add_row("probation", Text(f"for {first} your work is checked and kept; then it counts"))
+            table.add_row("running", f"{duration(self._clock() - self._began)}{leaves}")
             return table
         mine = f"{done.own_tokens:,} of {done.tokens:,} tokens yours"
         if done.probation:
             mine = on_probation(done.probation)
+        elif not done.own_tokens_so_far:
+            mine = "without you yet"
         table.add_row(f"round {done.round:,}", Text(mine, style=GREEN if done.own_tokens else ""))
         if done.rank:
             share = percent(done.own_tokens_so_far / max(1, done.tokens_so_far))
             of = f"rank {done.rank:,} of {done.contributors:,}"
             table.add_row("in all", Text.assemble((f"{done.own_tokens_so_far:,}", "bold"), f" tokens, {share}, {of}"))
         so_far = f"{done.tokens_so_far:,}" if done.tokens_so_far < 1e7 else f"{done.tokens_so_far / 1e6:,.1f}M"
-        table.add_row("the swarm", f"{number(done.peers, 'peer')}, {so_far} tokens so far")
         if self._losses:
             (_, begun), (_, last) = self._losses[0], self._losses[-1]
             more = f"  from {begun:.3f}" if len(self._losses) > 1 else ""
             table.add_row("loss", Text.assemble((f"{last:.3f}", "bold"), (more, GRAY)))
+        table.add_row("the swarm", f"work of {number(done.peers, 'peer')}, {so_far} tokens")
+        table.add_row("running", f"{duration(self._clock() - self._began)}, {number(self._applied, 'round')}{leaves}")
         _, sent, received = self._today or (None, 0, 0)
         table.add_row("today", f"{size(done.bytes_sent - sent)} up, {size(done.bytes_received - received)} down")
-        table.add_row(
-            "here", f"{duration(self._clock() - self._began)}, {number(self._applied, 'round')}; Ctrl-C leaves"
-        )
         return table
 
     def _curve(self, width: int, height: int) -> list[Text]:
         points = list(self._losses)
         return chart(points, points, width, height, ascii_only=self.console.options.ascii_only, x_label="rounds")
 
-    def _told(self, width: int, rows: int) -> Group:
-        found = [Text("nothing is wrong", style=GRAY)] if not self._notes and not self._sample else []
-        if self._sample:
-            rows -= 1
-            found.append(Text.assemble(("it writes ", GRAY), readable(self._sample, {}, width), no_wrap=True))
-            found[-1].truncate(width, overflow="ellipsis")
-        for level, text in list(self._notes)[-rows:] if rows else ():
-            found.append(Text.assemble((f"{MARKS[level]} ", LEVEL_STYLES[level]), text, no_wrap=True))
-            found[-1].truncate(width, overflow="ellipsis")
-        return Group(*found)
+    def _told(self, width: int, rows: int) -> list[Text]:
+        """The model's newest words, and behind them as many of the newest warnings as there is space for."""
+        found = list[Text]()
+        for level, text in reversed(self._notes):
+            note = Text.assemble((f"{MARKS[level]} ", LEVEL_STYLES[level]), text).wrap(self.console, width)
+            space = rows - bool(self._sample) - len(found)
+            if found and len(note) > space:
+                break
+            found = _cut([*note], width, space) + found
+        if not self._sample:
+            return found
+        before, _, after = self._sample.rpartition(" ⇒ ")
+        prompt = f"… {before[-PROMPT:].partition(' ')[2]} ⇒ " if before else ""
+        written = Text.assemble(("it writes ", GRAY), (prompt, GRAY), after).wrap(self.console, width)
+        return _cut([*written], width, min(SAMPLE_ROWS, rows - len(found))) + found
+
+
+def _cut(lines: list[Text], width: int, rows: int) -> list[Text]:
+    """So many of the lines at most; where there are more, … ends the last one."""
+    if len(lines) > rows > 0:
+        lines[rows - 1].rstrip()
+        lines[rows - 1].truncate(width - 1)
+        lines[rows - 1].append("…")
+    return lines[:rows]
 
 
 def _trains(role: events.Role) -> str:
     if role.role == "full":
-        return f"trains the whole model for round {role.round:,}"
-    return f"trains {blocks(role.first, role.last)}, stage {role.position + 1} of {role.stages} of a chain"
+        return f"trains the whole model in round {role.round:,}"
+    part = f"{blocks(role.first, role.last)}, stage {role.position + 1} of {role.stages}"
+    return f"trains {part}, in round {role.round:,}"

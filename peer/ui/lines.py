@@ -27,6 +27,7 @@ from peer.ui.text import (
     readable,
     schedule_of,
     size,
+    typed,
 )
 from protocol.wire.claims import Evaluation, Score
 from protocol.wire.commit import Commit
@@ -148,11 +149,11 @@ def price(found: events.Found) -> list[str]:
     """Returns the run's cost for this machine as text."""
     mirrors = ", ".join(clean(mirror, 80) for mirror in found.mirrors)
     return [
-        f"at most, as a full replica: {size(2 * found.state_bytes)} of disk for states, of which one is written every"
-        f" {duration(found.state_seconds)}, besides --store-limit and --data-limit; {size(found.sent_a_day)} of updates"
-        " sent a day, and as much fetched of each other replica",
-        f"{found.measuring:.0%} of its time at most is for measuring the model and others' work; it asks the run's"
-        f" nodes and peers, and {mirrors or 'no mirrors'}",
+        f"a full replica keeps at most {size(2 * found.state_bytes)} of states on disk and writes one every"
+        f" {duration(found.state_seconds)}; --store-limit and --data-limit come on top",
+        f"it sends at most {size(found.sent_a_day)} of updates a day, and fetches as much from each other replica",
+        f"it spends at most {found.measuring:.0%} of its time measuring the model and others' updates; its text comes"
+        f" from the run's nodes and peers{f', and from {mirrors}' if mirrors else ''}",
     ]
 
 
@@ -185,13 +186,12 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
             return [_fetched(f)]
         case events.Waiting(round=round, seconds=seconds):
             return [
-                Said("info", f"ready: this machine can take part from round {round} on, in about {duration(seconds)}")
+                Said("info", f"ready: round {round}, the first for this machine, begins in about {duration(seconds)}")
             ]
         case events.Measured(round_trip_ms=trip) as m:
-            line = f"{rate(m.up_bps)} up, {rate(m.down_bps)} down"
-            return [
-                Said("info", f"measured: {line}, {trip:.0f} ms" if trip is not None else f"the line carries {line}")
-            ]
+            found = f"bandwidth: {rate(m.up_bps)} up, {rate(m.down_bps)} down"
+            how = f"; {trip:.0f} ms to a bootstrap node" if trip is not None else ", as transfers show"
+            return [Said("info", found + (", as measured before" if m.by == "earlier" else how))]
         case events.TextFetched(bytes=fetched, seconds=took, tokens=tokens):
             speed = rate(int(8 * fetched / took)) if took else "at once"
             whole = f"of {tokens / 1e6:,.1f}M tokens; the rest comes while it trains"
@@ -199,10 +199,11 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Reachable(how=how, addresses=addresses):
             return _reached(how, addresses)
         case events.Role(role="full", round=round):
-            return [Said("info", f"round {round}: trains as a full replica")]
+            return [Said("info", f"round {round}: this machine trains the whole model")]
         case events.Role() as role:
             place = f"stage {role.position + 1} of {role.stages}"
-            return [Said("info", f"round {role.round}: trains {blocks(role.first, role.last)}, {place} of a chain")]
+            part = f"{blocks(role.first, role.last)}, {place} of a chain"
+            return [Said("info", f"round {role.round}: this machine trains {part}")]
         case events.Round(round=0) | events.Round(holds=False) as done:
             return list(_measured(done.evaluations, done.scores, names))
         case events.Round(round=round, own_tokens=own) as done:
@@ -219,8 +220,8 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.ChainReconfigured() as chain:
             return [Said("info", _goes_on(chain, names))]
         case events.Leaving(seconds=seconds):
-            text = f"leaves: what it has learned goes to others, in {seconds:g} s at most; Ctrl-C once more ends that"
-            return [Said("info", text)]
+            text = f"leaving: this machine hands its last work over, which takes {seconds:g} s at most"
+            return [Said("info", f"{text}; Ctrl-C once more ends at once")]
         case events.Paused(reason=reason):
             return [Said("info", f"pauses: {reason}")]
         case events.Resumed():
@@ -229,7 +230,7 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
             return [Said("good", f"the run is over after round {round}")]
         case events.Left() as left:
             return _thanks(left)
-    return describe(event, names)
+    return describe(event, {**names, event.source: "this machine"})
 
 
 def on_probation(reason: str) -> str:
@@ -242,14 +243,15 @@ def _thanks(left: events.Left) -> list[Said]:
     """What a user gave, and what came of it meanwhile."""
     if not left.rounds:
         return []
-    given, loss = "none of the tokens were yours yet", ""
+    given, loss = "none of their tokens were yours yet", ""
     if left.own_tokens:
-        given = f"{left.own_tokens:,} of {left.tokens:,} tokens were yours, {100 * left.own_tokens / left.tokens:.1f} %"
+        given = f"{left.own_tokens:,} of their {left.tokens:,} tokens were yours ({left.own_tokens / left.tokens:.1%})"
     if left.first_loss is not None and left.last_loss is not None and left.rounds > 1:
         loss = f"; the model's loss went from {left.first_loss:.3f} to {left.last_loss:.3f}"
-    rounds = f"in {duration(left.seconds)} you took part in {count(range(left.rounds), 'round')}"
-    model = "the model: potluck sample, potluck export --out model, in this folder"
-    return [Said("good", f"thank you: {rounds}, {given}{loss}"), Said("info", model)]
+    rounds = f"you took part in {count(range(left.rounds), 'round')} in {duration(left.seconds)}"
+    commands = ("sample", left.folder, "--interactive"), ("export", left.folder, "--out", "model")
+    model = "to use the model: " + ", or ".join(typed("potluck", *words) for words in commands)
+    return [Said("good", f"thank you: {rounds}; {given}{loss}"), Said("info", model)]
 
 
 def decreed(decree: Decree, names: Mapping[str, str]) -> str:
@@ -267,15 +269,15 @@ def decreed(decree: Decree, names: Mapping[str, str]) -> str:
 def _read_of_log(log: events.ReadingLog) -> Said:
     if log.round == log.newest:
         return Said("good", f"the log is read: {log.round - log.after:,} rounds in {log.seconds:.1f} s")
-    return Said("info", f"reads the log: round {log.round:,} of {log.newest:,}")
+    return Said("info", f"reading the log: round {log.round:,} of {log.newest:,}")
 
 
 def _fetched(f: events.Fetching) -> Said:
     speed = f" ({rate(int(8 * f.came / f.seconds))})" if f.came and f.seconds else ""
     if f.done:
-        return Said("good", f"state of round {f.round}: {size(f.bytes)} in {f.seconds:.1f} s{speed}")
+        return Said("good", f"the model of round {f.round} is fetched: {size(f.bytes)} in {f.seconds:.1f} s{speed}")
     left = f", about {duration(f.seconds * (f.bytes - f.came) / f.came)} left" if f.came else ""
-    return Said("info", f"state of round {f.round}: {size(f.came)} of {size(f.bytes)}{speed}{left}")
+    return Said("info", f"fetching the model of round {f.round}: {size(f.came)} of {size(f.bytes)}{speed}{left}")
 
 
 def _reached(how: str, addresses: Sequence[str]) -> list[Said]:
@@ -287,9 +289,9 @@ def _reached(how: str, addresses: Sequence[str]) -> list[Said]:
             return [Said("info", f"others connect to this machine through its router{where}")]
         case "private":
             text = (
-                "the router lets nobody in: neighbours behind such routers are reached through holes, or by a relay,"
-                " which is slower; to be reached by everybody, forward a TCP port of the router to this machine and"
-                " give it with --port"
+                "your router refuses connections from outside, so others reach this machine by hole punching or through"
+                " a relay, which is slower; to be reached directly, forward a TCP port of the router to this machine"
+                " and give it with --port"
             )
             return [Said("info", text)]
     return []
@@ -304,9 +306,9 @@ def _measured(evaluations: Sequence[Evaluation], scores: Sequence[Score], names:
         marks = [(mark.assigned, mark.other) for said in scores for mark in said.marks]
         rounds = ", ".join(map(str, sorted({said.round for said in scores})))
         own, other = (statistics.median(found) for found in zip(*marks, strict=True)) if marks else (0.0, 0.0)
-        figures = f"it lowers the loss by {own:.5f} on its own text, by {other:.5f} on other text"
-        checks = f"in {count(marks, 'check')} of single updates" if marks else "nobody could check an update"
-        yield Said("info", f"work of round {rounds}, {checks}" + (f": the typical one: {figures}" if marks else ""))
+        median = f"the median update lowers the loss by {own:.5f} on its own text, by {other:.5f} on other text"
+        found = f"{count(marks, 'check')} of updates: {median}" if marks else "nobody could check an update"
+        yield Said("info", f"round {rounds}: {found}")
 
 
 def _commit(commit: Commit, names: Mapping[str, str]) -> Iterator[Said]:
@@ -318,14 +320,14 @@ def _commit(commit: Commit, names: Mapping[str, str]) -> Iterator[Said]:
         yield Said("good", text + (f", loss {commit.loss:.3f}" if commit.loss is not None else ""))
         if light := [c for c in commit.contributions if c.weight < 1]:
             which = ", ".join(f"replica {c.replica} with {c.weight:.0%} of its weight" for c in light)
-            why = "others are like it or against it, or agree with it little"
+            why = "its update copies another one, opposes the others, or agrees little with them"
             yield Said("warning", f"round {commit.round} counts {which}: {why}")
         for left in commit.left_out:
             where = f"round {commit.round}: " if left.probation else f"round {commit.round} without "
             without = f"{where}replica {left.replica}: {readable(left.reason, names)}"
             yield Said("info" if left.probation else "warning", without)
     if commit.decree is not None:
-        yield Said("warning", f"the operators have decided: {decreed(commit.decree.decree, names)}")
+        yield Said("warning", f"decree of the operators: {decreed(commit.decree.decree, names)}")
     yield from _measured(commit.evaluations, commit.scores, names)
     for joined in commit.joined:
         why = f": {joined.invitation.reason}" if joined.invitation.reason else ""

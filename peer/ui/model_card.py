@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import string
 import time
 from collections.abc import Iterator, Sequence
@@ -18,26 +17,18 @@ from peer.ui.contributors import contributors
 from peer.ui.run_view import HeldOutLosses
 from peer.ui.state import Point, thinned
 from peer.ui.text import Names, clean, number, typed
-from protocol.errors import UsageError
 from protocol.identity import short_peer
 from protocol.ledger.credits import Credits
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit
+from protocol.wire.decree import CLOSE, OPEN
 
 CARD, PICTURE = "README.md", "loss.svg"
 UNKNOWN = "unknown"
 """The hub's word for a licence that nobody has told."""
 MOST_CONTRIBUTORS = 50
 MOST_POINTS = 400
-_LICENCE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
-
-
-def licence(text: str) -> str:
-    """A licence as the hub writes it, such as apache-2.0. Raises UsageError."""
-    if not _LICENCE.fullmatch(text):
-        raise UsageError(f"--license {clean(text, 64)}: not the name of a licence; write it as in apache-2.0 or mit")
-    return text
 
 
 class History:
@@ -52,10 +43,14 @@ class History:
         """Times of the first and the last commit, Unix seconds on the nodes' clocks."""
         self.names = Names()
         """Of the peers that are present; the log has none."""
+        self.is_open = manifest.admission.is_open
+        """Whether everybody may take part, by the newest decree."""
         self._until = until
 
     def add(self, commit: Commit) -> None:
         """The next commit of the log."""
+        if commit.decree is not None and commit.decree.decree.action in (OPEN, CLOSE):
+            self.is_open = commit.decree.decree.action == OPEN
         self.held_out.add([x for x in commit.evaluations if self._until is None or x.round <= self._until])
         if self._until is not None and commit.round > self._until:
             return

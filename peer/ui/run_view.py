@@ -22,7 +22,7 @@ from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import NODE_DEVICE, Announcement, ChainReport
 from protocol.wire.claims import Evaluation
-from protocol.wire.commit import Diverged, LeftOut
+from protocol.wire.commit import Diverged
 from protocol.wire.decree import CLOSE, OPEN
 from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.schema import extend
@@ -629,7 +629,13 @@ class RunView:
         self._witnesses.count({peer: c.tokens for c in commit.contributions for peer in c.peers}, commit.plan)
         if commit.decree is not None and commit.decree.decree.action in (OPEN, CLOSE):
             self.is_open = commit.decree.decree.action == OPEN
-        self.left_out = tuple(sorted(map(self._left_out, commit.left_out), key=lambda left: left.probation))
+        later = commit.plan.replicas if commit.plan is not None else ()  # those that took a seat in the round, too
+        planned = {replica.number: replica.peers for replica in (*later, *self.replicas)}
+        left_out = (
+            LeftOutView(self.replica_name(x.replica), x.reason, x.probation, x.peers or planned.get(x.replica, ()))
+            for x in commit.left_out
+        )
+        self.left_out = tuple(sorted(left_out, key=lambda left: left.probation))
         without = sum(not left.probation for left in self.left_out)
         self.left_out_total += without
         follows = before is not None and commit.round == before.round + 1 and when > before.time
@@ -656,10 +662,6 @@ class RunView:
         self.round = max(self.round, commit.round + 1)
         if commit.plan is not None:
             self._plan(commit.plan)
-
-    def _left_out(self, left: LeftOut) -> LeftOutView:
-        planned = next((replica.peers for replica in self.replicas if replica.number == left.replica), ())
-        return LeftOutView(self.replica_name(left.replica), left.reason, left.probation, left.peers or planned)
 
     def _plan(self, plan: Plan) -> None:
         chains = itertools.count()

@@ -56,6 +56,8 @@ class About:
     """Of the model."""
     context: int
     """Tokens that the model reads at once."""
+    license: str
+    """The model's, as its manifest names it; empty if it does not."""
     mirrors: tuple[str, ...]
     """Where the text comes from; none if the peers have it from the operators."""
     is_open: bool
@@ -215,6 +217,7 @@ def state(view: RunView, now: float) -> State:
         about=About(
             parameters=layout.total_parameters(manifest.model),
             context=manifest.model.context,
+            license=manifest.license,
             mirrors=manifest.data.mirrors,
             is_open=view.is_open,
             join_line=view.join_line if view.is_open else "",

@@ -275,5 +275,5 @@ def _checks(state: State) -> Iterator[tuple[str, str]]:
     for node, x in health.relays.items():
         text = f"{called(node, names)} relays {x.circuits} streams at {x.bps / 1e6:.1f} Mb/s"
         yield "info", f"{text}; {size(x.bytes)} since the start, {x.refused} refused"
-    yield "info", f"left out so far, newcomers aside: the work of {number(health.left_out_total, 'replica')}"
-    yield "info", f"asked too much of a bootstrap node, and was refused: {number(health.refused_total, 'time')}"
+    yield "info", f"updates left out so far, those of newcomers aside: {health.left_out_total:,}"
+    yield "info", f"peers refused by a bootstrap node for asking too much: {number(health.refused_total, 'time')}"

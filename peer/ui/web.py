@@ -259,5 +259,5 @@ def read_where(text: str, option: str) -> tuple[str, int]:
     """Parses `PORT` or `HOST:PORT`. Raises UsageError."""
     host, mark, port = text.rpartition(":")
     if not port.isascii() or not port.isdigit() or int(port) > 65535 or (mark and not host):
-        raise UsageError(f"{option} {text}: neither a port nor HOST:PORT; give such as 8080 or 0.0.0.0:8080")
+        raise UsageError(f"{option} {text}: neither a port nor HOST:PORT; write it as 8080 or 0.0.0.0:8080")
     return host.strip("[]") or "127.0.0.1", int(port)

@@ -1,7 +1,7 @@
 """The card of a run for lists of runs: what it trains, its admission, and the line to join, signed by its operator.
 
-A list has the card of a run as JSON in each line. It may come from anybody: a card is shown where the key that signed
-it and the run's id give the code of its line (protocol/run/short_line.py).
+A list has the card of a run as JSON in each line. It may come from anybody: a card with a line is shown where the key
+that signed it and the run's id give the line's code (protocol/run/short_line.py).
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ Number = Annotated[int, Within(0, _MOST)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """about: what it trains; text: on which text; licence: of the model
+    """about: what it trains; text: on which text; licence: of the model, as the manifest has it
     memory: bytes of the smallest stage
     round, tokens, loss: at `time` (Unix seconds); loss 0: none yet
-    run: the run's id; operator: the peer id of the node at `line`
+    line: empty where not everybody may join
+    run: the run's id; operator: the peer id of the node that signs, which is the one at `line`
     """
 
     name: Text
@@ -50,7 +51,7 @@ class Card:
     tokens: Number
     loss: Annotated[float, Within(0.0, 1e6)] = 0.0
     time: Number
-    line: Text
+    line: Text = ""
     run: Text
     operator: Text
     signature: Text = ""
@@ -68,19 +69,19 @@ class Card:
         return dataclasses.replace(self, signature=operator.sign(self._body).hex())
 
     def why_refused(self) -> str | None:
-        """Why it is not the card of the run at its line; None if it is."""
+        """Why it is not the card of the run at its line; None if it is. The card of a closed run has no line."""
         short = self.short
-        if short is None:
+        if short is None and (self.open or self.line):
             return "has no line to join"
-        if short.code != short_line.code_of(self.operator, self.run) or short.name != short_line.short_name(self.name):
+        if short is not None and (
+            short.code != short_line.code_of(self.operator, self.run) or short.name != short_line.short_name(self.name)
+        ):
             return "has the line of another run or node"
         try:
             signature = bytes.fromhex(self.signature)
         except ValueError:
             signature = b""
-        return (
-            None if identity.verify(self.operator, self._body, signature) else "is not signed by the node at its line"
-        )
+        return None if identity.verify(self.operator, self._body, signature) else "is not signed by its operator's node"
 
     def json(self) -> str:
         """The card's line of a list."""

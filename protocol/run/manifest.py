@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -275,6 +276,11 @@ class HintSpec:
     bootstrap: Annotated[tuple[bounds.Address, ...], AtMost(MAX_HINTS)] = ()
 
 
+def is_license(text: str) -> bool:
+    """Returns whether this can be the name of a licence, as the Hugging Face hub writes it."""
+    return re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,63}", text) is not None
+
+
 def why_no_quorum(nodes: int) -> str | None:
     """Why this many nodes cannot decide the rounds of a run, None if they can."""
     if nodes in QUORUMS:
@@ -291,11 +297,13 @@ def why_no_quorum(nodes: int) -> str | None:
 class Manifest:
     """A whole run.
 
+    license: the model's, as the Hugging Face hub writes it; empty: not said
     operators: ids of the bootstrap nodes; the first `quorum` decide first, the others are spares
     start_peers: ready peers for the first plan; checkpoint_rounds: rounds between checkpoints of a peer
     """
 
     name: str
+    license: str = field(default="", metadata=LATER)
     seed: Annotated[int, Within(0, MAX_SEED)]
     rounds: Annotated[int, Within(1, bounds.MAX_ROUNDS)]
     start_peers: Annotated[int, Within(1, MAX_PEERS)]
@@ -320,6 +328,8 @@ class Manifest:
             raise ValueError(f"format {self.format} is not known to this version (knows {FORMAT})")
         if not 1 <= len(self.name) <= 64 or not self.name.isprintable():
             raise ValueError("name must have 1 to 64 printable characters")
+        if self.license and not is_license(self.license):
+            raise ValueError("license must be the name of a licence, written as apache-2.0 or mit")
         if (refused := why_no_quorum(self.quorum)) is not None:
             raise ValueError(refused)
         if not self.quorum <= len(set(self.operators)) == len(self.operators) <= 16:

@@ -1,12 +1,14 @@
 """The pictures of the documents, and of every screen: from a real run that a real monitor watches, and from a recorded
 one of 500 peers.
 
-    python -m tests.docs.pictures docs/images --all pictures    # `make pictures`; four minutes; needs Chromium
+    python -m tests.docs.pictures docs/images --all pictures    # `make pictures`; nine minutes; needs Chromium
+    python -m tests.docs.pictures --volunteer pictures          # a volunteer's first minutes alone
 
 It runs the demo, watches it as `potluck monitor` does, and draws what that knew when most of the rounds were over. Into
 the first folder go the pictures that documents show; with `--all` each view at each size, light and dark, as a picture
 and as text, and the web page on a phone and on a desk; also of a monitor that has heard nothing yet, and of a run that
-is over. The recording (tests/docs/recording.py) stays there:
+is over. A volunteer's first minutes, on terminals and on the page, are of a second real run (tests/docs/volunteer.py).
+The recording (tests/docs/recording.py) stays there:
 
     potluck monitor pictures/many.toml --replay pictures/many.jsonl
 
@@ -39,9 +41,9 @@ from peer.ui.screen import render
 from protocol.run import short_line
 from protocol.run.manifest import Manifest
 from protocol.run.short_line import ShortLine
-from tests.docs import recording
+from tests.docs import recording, volunteer
 from tests.docs.browser import Browser
-from tests.support import joined, tiny
+from tests.support import tiny
 from tests.support.watched import MadeUp
 
 MOMENT = 0.715
@@ -190,11 +192,18 @@ def of_documents(screen: MonitorScreen, many: MonitorScreen, folder: Path, brows
             browser.picture(url, folder / f"web-{name}.png", width, height, dark=name == "phone", ready=READY)
 
 
-def volunteer(folder: Path, browser: Browser) -> None:
-    """The screen of `potluck join` at each size: a newcomer's first minutes, and the ends."""
-    for width, height in SIZES:
-        for moment, screen in joined.moments(width, height):
-            pictured(screen.frame(), width, height, "potluck join", folder / f"join-{moment}", browser)
+def of_a_volunteer(folder: Path, browser: Browser) -> None:
+    """The screen of `potluck join` at each size, another one's own terminal, and the page: the first minutes, and the
+    ends."""
+
+    def page(name: str, url: str) -> None:
+        pages(url, f"join-{name}", folder, browser)
+
+    for story in volunteer.record(folder / "volunteer", page):
+        for width, height in SIZES:
+            pictured(story.shown(width, height), width, height, "potluck join", folder / f"join-{story.name}", browser)
+        at = folder / f"terminal-{story.name}"
+        pictured(story.terminal, *volunteer.TERMINAL, "potluck join", at, browser)
 
 
 def pictured(drawn: RenderableType, width: int, height: int, title: str, path: Path, browser: Browser) -> None:
@@ -219,34 +228,49 @@ def everything(screen: MonitorScreen, name: str, folder: Path, browser: Browser,
             drawn = view_of(screen.view, view, width, height)
             pictured(drawn, width, height, "potluck monitor", folder / f"{name}-{view}", browser)
     with served(screen) as url:
-        for window, (width, height) in WINDOWS.items():
-            for dark in (True, False):
-                to = folder / f"{name}-web-{window}-{'dark' if dark else 'light'}.png"
-                browser.picture(url, to, width, height, dark=dark, ready=READY, whole=True)
+        pages(url, name, folder, browser)
+
+
+def pages(url: str, name: str, folder: Path, browser: Browser) -> None:
+    """The web page at `url` in each window, light and dark."""
+    for window, (width, height) in WINDOWS.items():
+        for dark in (True, False):
+            to = folder / f"{name}-web-{window}-{'dark' if dark else 'light'}.png"
+            browser.picture(url, to, width, height, dark=dark, ready=READY, whole=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--all", type=Path)
+    parser.add_argument("--volunteer", type=Path)
     typed = parser.parse_args(arguments)
-    with Browser() as browser, tempfile.TemporaryDirectory(prefix="potluck-pictures-") as name:
-        manifest, told = watched(Path(name) / "demo-run")
-        screen = at(MOMENT, manifest, told)
-        typed.folder.mkdir(parents=True, exist_ok=True)
-        kept = typed.all or Path(name)
-        kept.mkdir(parents=True, exist_ok=True)
-        many = asyncio.run(recorded(kept))
-        of_documents(screen, many, typed.folder, browser)
-        if typed.all is not None:
-            everything(screen, "five", typed.all, browser)
-            everything(many, "many", typed.all, browser)
-            everything(MonitorScreen(tiny.manifest()), "begin", typed.all, browser, VIEWS[:1])
-            everything(at(2.0, manifest, told), "over", typed.all, browser, VIEWS[:1])
-            volunteer(typed.all, browser)
+    with Browser() as browser:
+        if typed.folder is not None:
+            of_runs(typed.folder, typed.all, browser)
+        if (folder := typed.volunteer or typed.all) is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            of_a_volunteer(folder, browser)
         for fault in browser.faults:
             print(fault)
         return 1 if browser.faults else 0
+
+
+def of_runs(documents: Path, all_of_them: Path | None, browser: Browser) -> None:
+    """The pictures of the documents; into `all_of_them` each view at each size."""
+    with tempfile.TemporaryDirectory(prefix="potluck-pictures-") as name:
+        manifest, told = watched(Path(name) / "demo-run")
+        screen = at(MOMENT, manifest, told)
+        documents.mkdir(parents=True, exist_ok=True)
+        kept = all_of_them or Path(name)
+        kept.mkdir(parents=True, exist_ok=True)
+        many = asyncio.run(recorded(kept))
+        of_documents(screen, many, documents, browser)
+        if all_of_them is not None:
+            everything(screen, "five", all_of_them, browser)
+            everything(many, "many", all_of_them, browser)
+            everything(MonitorScreen(tiny.manifest()), "begin", all_of_them, browser, VIEWS[:1])
+            everything(at(2.0, manifest, told), "over", all_of_them, browser, VIEWS[:1])
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def test_a_name_that_would_steer_a_terminal(tmp_path: Path, capsys: pytest.Captu
     address = f"/ip4/127.0.0.1/tcp/1/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
     line = potluck(capsys, "join", address, "--dir", tmp_path / "peer", "--name", "\x1b[2J\u202eAda")
     assert line.isprintable()
-    assert line.endswith("give such as --name '2J Ada'")
+    assert line.endswith("write it as --name '2J Ada'")
 
 
 def test_relay_limit(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -287,7 +287,7 @@ def test_a_full_replicas_own_folder_is_a_model(done: Done, tmp_path: Path, capsy
     assert "without --checkpoint" in refused("sample", own, "--checkpoint", done.full)
     assert potluck("export", own, "--out", tmp_path / "model") == 0
     out, note = capsys.readouterr()
-    assert "as the checkpoint has it" in out
+    assert "as a peer's checkpoint has it" in out
     assert "connection refused" in note
     assert "what follows is this peer's own checkpoint" in note
     assert "no log has confirmed it" in (tmp_path / "model" / "README.md").read_text()

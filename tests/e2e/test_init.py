@@ -36,10 +36,12 @@ def potluck(*arguments: object) -> int:
 
 
 def test_it_ends_with_the_line_that_starts_the_run(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert potluck("init", "ours", "text.txt", "--rounds", 2) == 0
+    assert potluck("init", "ours", "text.txt", "--license", "Apache 2.0") == 2
+    assert not Path("ours").exists()
+    assert potluck("init", "ours", "text.txt", "--rounds", 2, "--license", "apache-2.0") == 0
     said = capsys.readouterr().out
     manifest = read_manifest(at_home / "ours" / MANIFEST)
-    assert manifest.rounds == 2
+    assert (manifest.rounds, manifest.license) == (2, "apache-2.0")
     assert manifest.admission.probation == 0, "it would last longer than the run"
     assert 0 < manifest.model.residual_width < manifest.model.d_model // 2
     assert manifest.train.optimizer == "muon"

@@ -44,7 +44,7 @@ def test_the_screen_goes_and_the_reason_stays(tmp_path: Path) -> None:
     before, _, rest = said.partition(SCREEN)
     shown, _, after = rest.partition(BACK)
     assert before == ""
-    assert "is on its way to the run" in shown
+    assert "looks for the run" in shown
     assert "potluck: address /ip4/127.0.0.1/" in after, "one line says why"
 
 

@@ -141,7 +141,7 @@ def test_me(done: Done, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert re.search(r"you trained [\d,]+ tokens, \d+\.\d% of the run: rank \d of 4", me(done.out / "full-0"))
     assert "has no key of a peer" in me(tmp_path)
     keyfile.load_or_create(tmp_path / "identity.key")
-    assert "no round has had you yet" in me(tmp_path)
+    assert "you are in no round yet" in me(tmp_path)
 
 
 # --- show
@@ -206,7 +206,7 @@ def test_a_good_log_verifies_and_nothing_is_touched(done: Done, potluck: Potluck
         node.close()
     assert errors == []
     assert "4 commits, 9 contributions; replayed" in lines[0]
-    assert lines[1] == "21 of 21 attested digests of shards are what the replay gives"
+    assert lines[1] == "21 of 21 digests that peers attested are those of the replay"
     assert lines[2] == f"state after round 3: {done.result['state_digest']}"
     assert {k: v for k, v in snapshot(done.folder).items() if "lock" not in k} == {
         k: v for k, v in before.items() if "lock" not in k

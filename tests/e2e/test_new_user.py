@@ -146,7 +146,7 @@ def test_the_tutorial_is_typed_from_its_first_line_to_its_last(user: User) -> No
     assert all("the run is over after round" in ended.said for ended in ends), ends
 
     checked = re.search(
-        r"(\d+) of (\d+) attested digests of shards are what the replay gives", user.type(step("log verify")).said
+        r"(\d+) of (\d+) digests that peers attested are those of the replay", user.type(step("log verify")).said
     )
     assert checked[1] == checked[2] != "0"
     assert "We the people" in user.type(step("sample")).said

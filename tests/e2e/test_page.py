@@ -26,11 +26,13 @@ LINE = "/ip4/203.0.113.5/tcp/31330/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYK
 LETTERS = "x" * 400
 
 
-def screen(rounds: int, *, closed: bool = False) -> MonitorScreen:
+def screen(rounds: int, *, closed: bool = False, line: str = LINE) -> MonitorScreen:
     """What a monitor knows of a run whose model writes a word without end."""
     made = MadeUp(5)
-    manifest = dataclasses.replace(made.manifest, admission=AdmissionSpec(mode="listed" if closed else "open"))
-    found = MonitorScreen(manifest, Console(file=io.StringIO()), news_age=lambda: 0.0, join_line=lambda: LINE)
+    manifest = dataclasses.replace(
+        made.manifest, license="cc-by-4.0", admission=AdmissionSpec(mode="listed" if closed else "open")
+    )
+    found = MonitorScreen(manifest, Console(file=io.StringIO()), news_age=lambda: 0.0, join_line=lambda: line)
     for event in made.all(rounds):
         if isinstance(event.body, events.Commit) and event.body.round == 5:
             said = Evaluation(
@@ -57,6 +59,7 @@ def test_who_sees_a_run_can_take_part(window: tuple[int, int], dark: bool) -> No
         assert page.says("window.taken") == f"potluck join {LINE}"
         assert page.says("document.querySelector('#join button').textContent") == "copied"
         assert "ago" in page.says("document.querySelector('#cards .age').textContent")
+        assert page.says("document.getElementById('trains').textContent").endswith("; licence: cc-by-4.0.")
         page.close()
         assert browser.faults == []
 
@@ -95,4 +98,19 @@ def test_a_visitor_has_a_text_continued_where_the_operator_allows_it(window: tup
     with served(screen(20)) as url, Browser() as browser:
         page = browser.open(url, *window, dark=False, ready=READY)
         assert page.says("document.getElementById('try').hidden")
+        page.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("verse@127.0.0.1:4001#4mQ8yV2kLr9TzX1bNc", "This line works on the operator's machine only."),
+        ("verse@[::1]#4mQ8yV2kLr9TzX1bNc", "This line works on the operator's machine only."),
+        ("verse@203.0.113.5#4mQ8yV2kLr9TzX1bNc", "Any computer helps"),
+    ],
+)
+def test_a_line_of_one_machine_says_so(line: str, told: str) -> None:
+    with served(screen(20, line=line)) as url, Browser() as browser:
+        page = browser.open(url, *PHONE, dark=False, ready=READY)
+        assert told in page.says("document.getElementById('join').textContent")
         page.close()

@@ -28,13 +28,16 @@ TORCH = os.environ.get("TORCH")
 """What `make wheel` installs as torch, as pip reads it, such as `torch==2.13.0`."""
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from this checkout."""
-    folder = tmp_path_factory.mktemp("wheel")
+def built(folder: Path) -> Path:
+    """The wheel of this checkout, in a new folder."""
     subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], cwd=ROOT, check=True)
     (found,) = folder.iterdir()
     return found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory.mktemp("wheel"))
 
 
 class Installation:

@@ -81,7 +81,10 @@ def test_what_is_wrong_with_an_invitation_is_said_in_one_line(tmp_path: Path) ->
             (("invite", place, "--dir", stranger), "is no operator of"),
             (("invite", place, "--dir", swarm.folder / "nobody"), "has no key; give the folder of your bootstrap node"),
             (("invite", place, "--dir", own, "--count", "1001"), "--count 1001: must be from 1 to 1000"),
-            (("invite", place, "--dir", own, "--expires", "soon"), "--expires soon: give such as 30m, 12h or 7d"),
+            (
+                ("invite", place, "--dir", own, "--expires", "soon"),
+                "--expires soon: not a time; write it as 30m, 12h or 7d",
+            ),
             (("invite", place, "--dir", own, "--reason", "x" * 65), "--reason: may have 64 printable characters"),
             (("join", line[:-4], "--dir", tmp_path / "a"), "the invitation after the run id is cut off or changed"),
             (

@@ -23,7 +23,7 @@ def together(swarm: Swarm, *arguments: str) -> list[str]:
             )
             waiting.append(process)
             told.append(process.stdout.readline())
-            assert f"signed by {number} of 3; the other operators have to type the same" in told[-1]
+            assert f"signed by {number} of 3; the other operators have to type the same command" in told[-1]
         third = potluck.run(*command(swarm, "node-2", *arguments), text=True, timeout=DEADLINE, check=True)
         for at, process in enumerate(waiting):
             rest, errors = process.communicate(timeout=DEADLINE)

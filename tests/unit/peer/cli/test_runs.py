@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from peer.net import keyfile
 from peer.node.open_run import KEY, Run, remember
 from protocol.identity import Identity
 from protocol.run.card import MAX_LIST_BYTES, Card, cards
+from protocol.run.manifest import AdmissionSpec
 from tests.support import long_logs, tiny
 
 NAMES = ("Verse", "Prose 2026", "code")
@@ -31,11 +33,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def node(folder: Path, number: int) -> tuple[Path, Run]:
-    """A node's folder after three rounds of its run, and where the node is."""
+def node(folder: Path, number: int, **changes: Any) -> tuple[Path, Run]:
+    """A node's folder after three rounds of its run, and where the node is. changes: of the manifest."""
     path = folder / f"node-{number}"
     key = keyfile.load_or_create(path / KEY)
-    manifest = dataclasses.replace(tiny.manifest(), name=NAMES[number], operators=(key.peer_id,), quorum=1)
+    manifest = dataclasses.replace(
+        tiny.manifest(), name=NAMES[number], license="cc0-1.0", operators=(key.peer_id,), quorum=1, **changes
+    )
     peers = tuple(Identity(bytes([i]) * 32).peer_id for i in (1, 2))
     long_logs.write(path, manifest, long_logs.records(long_logs.commits(manifest, 3, peers), key))
     run = Run(None, manifest.run_id, (f"/ip4/127.0.0.1/tcp/{4000 + number}/p2p/{key.peer_id}",))
@@ -49,7 +53,7 @@ def entries(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     found = []
     for number in range(3):
         path, _ = node(folder, number)
-        told = ["--about", f"writes {NAMES[number]}", "--text", "Müller's “works”", "--licence", "CC0-1.0"]
+        told = ["--about", f"writes {NAMES[number]}", "--text", "Müller's “works”"]
         typed_without_error(["run", "card", str(path), "--dir", str(path), *told])
         found.append(capsys.readouterr().out)
     return found
@@ -89,7 +93,7 @@ def test_three_runs_of_a_folder_are_listed_and_one_is_joined_by_its_name(
         assert f"{name}  0.0M parameters; writes {NAMES[number]}; text: Müller's “works”\n" in said.out
         assert f"    potluck join {name}@127.0.0.1:{4000 + number}#" in said.out
         assert (card.round, card.rounds, card.tokens, card.loss, card.open) == (3, 5, 3 * 2 * 64, 4.0, True)
-    assert "    licence: CC0-1.0; for everybody, from " in said.out
+    assert "    licence: cc0-1.0; for everybody, from " in said.out
     assert re.search(r"\n    round 3 of 5, 0\.0M tokens, loss 4\.000, [0-9:]+ (s|min) ago\n", said.out)
 
     path, run = folder / "node-1", node(folder, 1)[1]
@@ -102,14 +106,32 @@ def test_three_runs_of_a_folder_are_listed_and_one_is_joined_by_its_name(
     assert runs.line_of("verse") is None
 
 
+def test_the_card_of_a_closed_run_names_no_address(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = node(folder, 0, admission=AdmissionSpec(mode="listed"))
+    typed_without_error(["run", "card", str(path), "--dir", str(path)])
+    entry = capsys.readouterr().out
+    assert "127.0.0.1" not in entry
+    (folder / "list").write_text(entry)
+    typed_without_error(["runs", "list"])
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert "for invited peers only" in said.out
+    assert "potluck join verse" not in said.out
+    assert runs.line_of("verse") is None
+    forged = dataclasses.replace(Card(**json.loads(entry)), about="free money")
+    (folder / "list").write_text(forged.json())
+    typed_without_error(["runs", "list"])
+    assert "is not signed by its operator's node" in capsys.readouterr().err
+
+
 def test_what_is_forged_is_left_out(folder: Path, entries: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     real, other = Card(**json.loads(entries[0])), Identity(b"x" * 32)
     for forged, why in (
         (dataclasses.replace(real, operator=other.peer_id).signed(other), "has the line of another run or node"),
         (dataclasses.replace(real, run="0" * 64).signed(other), "has the line of another run or node"),
-        (dataclasses.replace(real, about="free money"), "is not signed by the node at its line"),
-        (real.signed(other), "is not signed by the node at its line"),
-        (dataclasses.replace(real, signature="xyz"), "is not signed by the node at its line"),
+        (dataclasses.replace(real, about="free money"), "is not signed by its operator's node"),
+        (real.signed(other), "is not signed by its operator's node"),
+        (dataclasses.replace(real, signature="xyz"), "is not signed by its operator's node"),
         (dataclasses.replace(real, name="code"), "has the line of another run or node"),
         (dataclasses.replace(real, line="/ip4/127.0.0.1/tcp/1"), "has no line to join"),
         (dataclasses.replace(real, loss=float("nan")), "loss: must be in 0.0..1000000.0"),

@@ -11,12 +11,13 @@ import pytest
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
-from peer.ui.model_card import CARD, MOST_CONTRIBUTORS, MOST_POINTS, PICTURE, Card, History, licence
-from protocol.errors import UsageError
+from peer.ui.model_card import CARD, MOST_CONTRIBUTORS, MOST_POINTS, PICTURE, Card, History
 from protocol.identity import Identity, short_peer
 from protocol.run.manifest import DataSpec, Manifest
 from protocol.wire.claims import Evaluation
+from protocol.wire.decree import CLOSE
 from tests.support import tiny
+from tests.support.access import decree, signed
 
 ADA, BOB = (Identity(bytes([1, i] * 16)).peer_id for i in range(2))
 HOSTILE = '<img src=x>|**b** [a](http://b.c) `q`\\ # & "y" www.d.e @f'
@@ -173,8 +174,8 @@ def test_few_losses_have_a_picture_or_none(losses: list[tuple[float, float]]) ->
         assert "nan" not in shown
 
 
-def test_licences() -> None:
-    assert licence("cc-by-sa-4.0") == "cc-by-sa-4.0"
-    for bad in ("", "Apache 2.0", 'mit"\n', "a" * 65, "-x"):
-        with pytest.raises(UsageError, match="--license"):
-            licence(bad)
+def test_a_decree_that_closes_a_run_is_heard_though_the_model_is_of_an_earlier_round() -> None:
+    told = history(tiny.manifest(), until=2)
+    assert told.is_open
+    told.add(tiny.commit(tiny.manifest(), round=4, time=1e6, decrees=1, decree=signed(decree(CLOSE), tiny.OPERATOR)))
+    assert not told.is_open

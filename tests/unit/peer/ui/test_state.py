@@ -69,6 +69,7 @@ def test_the_state_of_a_small_run() -> None:
 def test_every_field_of_the_state_has_a_source() -> None:
     made = MadeUp(5, rounds=10)
     one = watched(made, 9)
+    one.manifest = dataclasses.replace(one.manifest, license="mit")
     commit = made.commit(10).body
     assert isinstance(commit, events.Commit)
     left = tuple(LeftOut(replica=n, reason="late") for n in range(4))

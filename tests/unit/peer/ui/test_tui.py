@@ -6,6 +6,7 @@ import dataclasses
 import io
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -369,10 +370,10 @@ def test_who_joins_is_told_what_is_fetched_how_fast_and_when_its_work_begins_and
         printer(lines, out)(event)
     assert [line.partition(" ")[2] for line in out.getvalue().splitlines()] == [
         "· run abababababab… x: 48.9M parameters, rounds of 1:30 min; finding out how others reach this machine",
-        "· state of round 30: 0 B of 200 MB",
-        "· state of round 30: 50.0 MB of 200 MB (80 Mb/s), about 15 s left",
-        "✓ state of round 30: 200 MB in 20.0 s (80 Mb/s)",
-        "· ready: this machine can take part from round 31 on, in about 42 s",
+        "· fetching the model of round 30: 0 B of 200 MB",
+        "· fetching the model of round 30: 50.0 MB of 200 MB (80 Mb/s), about 15 s left",
+        "✓ the model of round 30 is fetched: 200 MB in 20.0 s (80 Mb/s)",
+        "· ready: round 31, the first for this machine, begins in about 42 s",
         "✓ round 31 is applied: 65,472 of 300,000 tokens were yours; "
         "1 B sent, 2 B received and 0 B written to disk since the start",
     ]
@@ -403,22 +404,22 @@ def test_a_peer_prints_a_line_a_round_and_what_it_trains_when_that_changes() -> 
     me, other, third = map(short_peer, PEERS[:3])
     assert [line.partition(" ")[2] for line in out.getvalue().splitlines()] == [
         f"· {me} is here: cpu, 8.0 GB",
-        "· round 1: trains as a full replica",
+        "· round 1: this machine trains the whole model",
         "✓ round 1 is applied; 1.2 MB sent, 0 B received and 0 B written to disk since the start",
         "✓ round 2 is applied; 1.2 MB sent, 0 B received and 0 B written to disk since the start",
-        "· round 3: trains blocks 1-2, stage 2 of 3 of a chain",
+        "· round 3: this machine trains blocks 1-2, stage 2 of 3 of a chain",
         f"! round 3: the chain fails at {other}: it is silent",
         f"· round 3: replica 1 goes on as {me} > {third}",
         "· round 3: replica 1 ends",
         "· round 3: replica 1 offers 3 inner steps",
-        f"! {me} sits out round 3: too late",
-        "· round 4: trains block 0, stage 1 of 3 of a chain",
+        "! this machine sits out round 3: too late",
+        "· round 4: this machine trains block 0, stage 1 of 3 of a chain",
         "✓ the run is over after round 4",
     ]
 
 
 def test_who_leaves_is_thanked_with_what_was_given_and_told_how_to_get_the_model() -> None:
-    lines, tally = Lines(own=True), Tally(lambda event: None)
+    lines, tally = Lines(own=True), Tally(lambda event: None, Path("my peer"))
     done = events.Round(
         round=0, seconds={}, bytes_sent=1, bytes_received=2, boundary_forward_bytes=0, boundary_backward_bytes=0,
         boundary_tokens=0, tokens=1_000, loss=8.0,
@@ -431,13 +432,13 @@ def test_who_leaves_is_thanked_with_what_was_given_and_told_how_to_get_the_model
         body = dataclasses.replace(done, round=round, holds=holds, own_tokens=own, loss=loss)
         assert said() == [], "who has applied nothing has taken no part"
         tally.take(Event(0.0, PEERS[0], body))
-    model = "· the model: potluck sample, potluck export --out model, in this folder"
-    assert said() == ["✓ thank you: in 2:01 h you took part in 1 round, none of the tokens were yours yet", model]
+    model = "· to use the model: potluck sample 'my peer' --interactive, or potluck export 'my peer' --out model"
+    assert said() == ["✓ thank you: you took part in 1 round in 2:01 h; none of their tokens were yours yet", model]
     for round, own, loss in ((5, 250, 7.25), (6, 500, 6.0), (7, 0, None)):
         tally.take(Event(0.0, PEERS[0], dataclasses.replace(done, round=round, own_tokens=own, loss=loss)))
     assert said() == [
-        "✓ thank you: in 2:01 h you took part in 4 rounds, 750 of 4,000 tokens were yours, 18.8 %; the model's loss"
-        " went from 7.250 to 6.000",
+        "✓ thank you: you took part in 4 rounds in 2:01 h; 750 of their 4,000 tokens were yours (18.8%); the model's"
+        " loss went from 7.250 to 6.000",
         model,
     ]
 
@@ -511,7 +512,7 @@ def test_a_newcomer_is_told_of_its_probation_when_it_joins_and_after_each_round_
 def test_a_round_in_which_work_counts_less_says_so() -> None:
     light = dataclasses.replace(made(1, 2.5, PEERS[1]), weight=0.25)
     said = [line[9:] for line in Lines().of(Event(0.0, "bootstrap", decided(4, light, plan=None)))]
-    why = "others are like it or against it, or agree with it little"
+    why = "its update copies another one, opposes the others, or agrees little with them"
     assert said[1:] == [f"! round 4 counts replica 1 with 25% of its weight: {why}"]
 
 

@@ -130,7 +130,7 @@ def test_who_trains_too_sees_what_he_does_and_has_brought() -> None:
     ):
         assert shown in full
     assert "your peer is a spare now" in spare
-    assert "no round has had you yet" in spare
+    assert "you are in no round yet" in spare
     assert "your peer is not there now" in mine(made.ids[4][:-1] + "x")
     assert "--dir names another folder" in mine(None)
     of.join_line = "/ip4/203.0.113.5/tcp/1/p2p/a#b"

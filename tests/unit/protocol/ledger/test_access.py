@@ -135,7 +135,7 @@ def test_whoever_reads_the_log_is_told() -> None:
     record = Record(commit=first(ONE, enacted), ballot=0, votes={})
     (event,) = monitor.round_events(record)
     line = Lines().of(event)[-1]
-    assert line.endswith("the operators have decided: ban a: noise [2J")
+    assert line.endswith("decree of the operators: ban a: noise [2J")
 
 
 # --- what nodes gather

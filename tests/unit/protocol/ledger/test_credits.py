@@ -127,7 +127,7 @@ def test_work_on_probation_is_no_work_that_was_left_out_and_its_maker_is_told() 
     assert (found.peer, found.probation, found.left_out, found.reason) == ("new", 1, 1, "a copy")
     said = list(own_lines([found], "new", 2, 9, {}))
     assert "as a newcomer you brought 1 round of good work, which is kept and counts later" in said
-    assert "left out once because: a copy" in said
+    assert "your work was left out once because: a copy" in said
 
 
 @pytest.mark.parametrize(

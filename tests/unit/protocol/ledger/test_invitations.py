@@ -370,6 +370,6 @@ def test_how_long_it_holds_is_typed_shortly(typed: str, seconds: int) -> None:
 
 @pytest.mark.parametrize("typed", ["", "7", "d", "0d", "367d", "-1d", "1w", "1.5h", "7d\n", "9999999d", "\u0667d"])
 def test_other_spans_are_refused_in_one_line(typed: str) -> None:
-    with pytest.raises(UsageError, match=r"--expires .*: give such as 30m, 12h or 7d") as caught:
+    with pytest.raises(UsageError, match=r"--expires .*: not a time; write it as 30m, 12h or 7d") as caught:
         seconds_in(typed)
     assert str(caught.value).isprintable()

@@ -66,7 +66,7 @@ def test_the_run_id_is_frozen() -> None:
 def test_every_field_but_the_hints_is_in_the_run_id() -> None:
     base = tiny.manifest()
     changed = {
-        "name": "other", "seed": 2, "checkpoint_rounds": 3, "rounds": 6, "start_peers": 3,
+        "name": "other", "license": "mit", "seed": 2, "checkpoint_rounds": 3, "rounds": 6, "start_peers": 3,
         "model": dataclasses.replace(base.model, d_ff=32), "outer": dataclasses.replace(base.outer, beta=0.9),
         "train": dataclasses.replace(base.train, lr=2e-3), "timing": dataclasses.replace(base.timing, gone_after=13.0),
         "judging": dataclasses.replace(base.judging, clip=2.0),
@@ -285,7 +285,7 @@ def test_a_micro_batch_that_is_no_frame_is_refused() -> None:
 
 
 def test_unknown_fields_are_refused_at_every_level() -> None:
-    assert "colour: unknown field; known here: name, seed" in _refusal(b"colour = 1\n" + _toml())
+    assert "colour: unknown field; known here: name, license, seed" in _refusal(b"colour = 1\n" + _toml())
     assert "model.colour: unknown field" in _refusal(_toml().replace(b"[model]", b"[model]\ncolour = 1"))
 
 
@@ -330,3 +330,13 @@ def test_the_optimizer_is_a_choice_that_old_manifests_did_not_have() -> None:
     for changes in ({"optimizer": "adam"}, {"momentum": 1.0}, {"momentum": -0.1}):
         with pytest.raises(ValueError, match="must be"):
             dataclasses.replace(base.train, **changes)
+
+
+def test_a_licence_is_named_as_the_hub_writes_it() -> None:
+    plain_run, named = tiny.manifest(), tiny.manifest(license="cc-by-sa-4.0")
+    assert named.run_id != plain_run.run_id
+    assert "license" not in to_toml(plain_run)
+    assert from_toml(to_toml(named).encode(), "t") == named == from_bytes(named.to_bytes(), "b")
+    for bad in ("Apache 2.0", 'mit"', "a" * 65, "-x", "mit\n"):
+        with pytest.raises(ValueError, match="license"):
+            tiny.manifest(license=bad)
