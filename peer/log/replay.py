@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from peer.log.reader import BadPayload, Source
 from peer.state import tensor_file
@@ -56,7 +57,7 @@ class State:
 
 
 def _initial(manifest: Manifest, empty: Empty = in_memory) -> Shards:
-    """θ(0)."""
+    """θ(0) from the seed."""
     names = layout.shard_names(manifest.model)
     return {shard: init.initial_shard(manifest.model, manifest.seed_bytes, shard, empty=empty) for shard in names}
 
@@ -68,19 +69,22 @@ def replay(manifest: Manifest, commits: Sequence[Commit], payload: Callable[[str
     payload: payloads and lists of parts by name. Raises LocalError for a missing one.
     """
     outer = Outer(manifest.model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta)
-    outer.theta = _initial(manifest)
     shards = layout.shard_names(manifest.model)
 
-    def wanted(commit: Commit, name: str) -> bytes:
+    def wanted(round: int, name: str) -> bytes:
         data = payload(name)
         if data is None:
-            raise LocalError(f"payload {name[:12]} of round {commit.round}: not in the archive; fetch it from a peer")
+            raise LocalError(f"payload {name[:12]} of round {round}: not in the archive; fetch it from a peer")
         return data
 
+    outer.theta = {} if manifest.initial_state else _initial(manifest)
+    for shard, digest in manifest.initial_digests.items():
+        outer.theta[shard] = _read_shard(manifest, shard, digest, wanted(0, digest), in_memory)
+
     for commit in commits:
-        lists = {share.root: part_lists.unpack(wanted(commit, share.root)) for share in commit.shares}
+        lists = {share.root: part_lists.unpack(wanted(commit.round, share.root)) for share in commit.shares}
         for shard in shards:
-            outer.apply(shard, [(w, wanted(commit, part.digest)) for w, part, _ in commit.payloads(shard, lists)])
+            outer.apply(shard, [(w, wanted(commit.round, part.digest)) for w, part, _ in commit.payloads(shard, lists)])
         yield State(commit.round, dict(outer.theta), {shard: outer.digest(shard) for shard in shards})
 
 
@@ -98,7 +102,7 @@ class ArchiveExtent:
     begin: int
     """The round after which it keeps all payloads."""
     digests: Mapping[str, str]
-    """Of the state after that round, by shard; none for θ(0)."""
+    """Of the state after that round, by shard; none if that follows from the seed."""
     head: int
     """The newest round; -1 if there is none."""
 
@@ -117,16 +121,25 @@ async def extent(manifest: Manifest, source: Source) -> ArchiveExtent:
 async def archived_state(
     manifest: Manifest, source: Source, known: ArchiveExtent, empty: Empty = in_memory
 ) -> State | None:
-    """The state with which an archive begins; None if that is θ(0), or cannot be had. Raises what `source` raises."""
+    """The state with which an archive begins; None if it follows from the seed, or cannot be had. Raises what `source`
+    raises."""
     theta = Shards()
     try:
         for shard, digest in known.digests.items():
             raw = await source.payload(digest, layout.shard_bytes(manifest.model, shard))
-            theta[shard] = empty(layout.shapes(manifest.model, shard))
-            await asyncio.to_thread(tensor_file.fill, io.BytesIO(raw), theta[shard])
-    except (BadPayload, RemoteError, tensor_file.Damaged):
+            theta[shard] = await asyncio.to_thread(_read_shard, manifest, shard, digest, raw, empty)
+    except (BadPayload, RemoteError):
         return None
     return State(known.begin, theta, {}) if theta else None
+
+
+def _read_shard(manifest: Manifest, shard: str, digest: str, raw: bytes, empty: Empty) -> list[NDArray[np.float32]]:
+    """The tensors of a shard with this digest. Raises BadPayload unless these are its bytes."""
+    if len(raw) != layout.shard_bytes(manifest.model, shard) or blob_hash.name_of(raw) != digest:
+        raise BadPayload("its bytes are not those of its digest")
+    arrays = empty(layout.shapes(manifest.model, shard))
+    tensor_file.fill(io.BytesIO(raw), arrays)
+    return arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +186,7 @@ async def verify(
     """Checks a log commit by commit and replays it shard by shard.
 
     report, follow: receive each problem at once, and each valid commit before its payloads are fetched.
-    start: state to replay from (default: θ(0)).
+    start: state to replay from (default: θ(0) from the seed).
     until: the round whose state is wanted; the log is read as far as to its attestation.
 
     Stops at the first invalid commit. A shard is replayed until a payload or a list of parts is missing or wrong, or
@@ -181,7 +194,9 @@ async def verify(
     """
     done = Verification()
     outer = Outer(manifest.model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta, empty=empty)
-    outer.theta = dict(start.theta) if start else await asyncio.to_thread(_initial, manifest, empty)
+    outer.theta = dict(start.theta) if start else {}
+    if start is None and not manifest.initial_state:
+        outer.theta = await asyncio.to_thread(_initial, manifest, empty)
     replayed = start.round if start else -1
     kept, state = _Kept(payload), run_state.begin(manifest)
 
@@ -189,6 +204,8 @@ async def verify(
         done.problems.append(Problem(round, shard, reason))
         report(done.problems[-1])
 
+    if start is None and manifest.initial_state:
+        problem(0, None, "the weights with which the run begins are not in the archive, or are damaged")
     while True:
         try:
             raw = await anext(records, None)
