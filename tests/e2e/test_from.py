@@ -29,7 +29,7 @@ from tests.faults.processes import DEADLINE, Swarm
 from tests.support import exports
 from tests.support import potluck as processes
 
-ROUNDS = 3
+ROUNDS = 6
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +67,11 @@ def read(folder: Path) -> Exported:
 
 
 def quick(manifest: Manifest) -> Manifest:
-    """The run with short rounds, each of whose states is measured."""
+    """The run with short rounds, in which there is time to measure its first state."""
     return dataclasses.replace(
         manifest,
         timing=TimingSpec(round_deadline=60.0, round_seconds=3.0),
-        evaluation=EvaluationSpec(every=1, sequences=5),
+        evaluation=EvaluationSpec(every=5, sequences=5),
     )
 
 
@@ -87,7 +87,7 @@ def test_a_run_goes_on_from_an_exported_model(model: Path, at_home: Path) -> Non
     assert (made.model, made.train.sequence) == (there.spec, there.sequence)
     assert layout.state_digest(made.model, made.initial_digests) == there.about["state"]
     manifest, key = quick(made), keyfile.load_or_create(init / NODE / KEY)
-    with Swarm(at_home / "run", manifest, (key,)) as swarm:
+    with Swarm(at_home / "run", manifest, (key,), memory={"volunteer": 10**9}) as swarm:
         shutil.copytree(init / NODE / "blobs", swarm.folder / "node-0" / "blobs")
         swarm.fetches.add("volunteer")
         swarm.start_all("volunteer")
@@ -95,7 +95,7 @@ def test_a_run_goes_on_from_an_exported_model(model: Path, at_home: Path) -> Non
         def measured(event: Event) -> bool:
             return event.kind == "commit" and any(x["round"] == 0 for x in event.fields["evaluations"])
 
-        (first,) = (x for x in swarm.wait("node-0", measured, "a held-out loss").fields["evaluations"])
+        (first,) = swarm.wait("node-0", measured, "a held-out loss").fields["evaluations"]
         taken = swarm.wait("volunteer", lambda e: e.kind == "recovered", "the weights")
         assert set(taken.fields["bases"].values()) == {0}
         line = swarm.addresses[0]
@@ -107,7 +107,7 @@ def test_a_run_goes_on_from_an_exported_model(model: Path, at_home: Path) -> Non
     windows = demo_corpus(made.train.sequence).held_out(5)
     loss = inference.nats(inference.load(there.spec, there.theta, "cpu"), windows) / windows[:, 1:].size
     assert first["loss"] == pytest.approx(loss, rel=1e-5)
-    assert loss < math.log(there.spec.vocab_size) - 0.5, "a trained model's"
+    assert loss < math.log(there.spec.vocab_size) - 0.3, "a trained model's"
     assert (at_home / "begun" / TOKENIZER).read_bytes() == there.tokenizer
     begun = read(at_home / "begun")
     assert (begun.round, begun.about["state"]) == (0, there.about["state"])
