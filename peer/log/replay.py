@@ -57,8 +57,8 @@ class State:
 
 
 def _initial(manifest: Manifest, empty: Empty = in_memory) -> Shards:
-    """θ(0) from the seed."""
-    names = layout.shard_names(manifest.model)
+    """θ(0) from the seed; empty where the manifest names another."""
+    names = () if manifest.initial_state else layout.shard_names(manifest.model)
     return {shard: init.initial_shard(manifest.model, manifest.seed_bytes, shard, empty=empty) for shard in names}
 
 
@@ -77,7 +77,7 @@ def replay(manifest: Manifest, commits: Sequence[Commit], payload: Callable[[str
             raise LocalError(f"payload {name[:12]} of round {round}: not in the archive; fetch it from a peer")
         return data
 
-    outer.theta = {} if manifest.initial_state else _initial(manifest)
+    outer.theta = _initial(manifest)
     for shard, digest in manifest.initial_digests.items():
         outer.theta[shard] = _read_shard(manifest, shard, digest, wanted(0, digest), in_memory)
 
@@ -194,18 +194,17 @@ async def verify(
     """
     done = Verification()
     outer = Outer(manifest.model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta, empty=empty)
-    outer.theta = dict(start.theta) if start else {}
-    if start is None and not manifest.initial_state:
-        outer.theta = await asyncio.to_thread(_initial, manifest, empty)
+    outer.theta = dict(start.theta) if start else await asyncio.to_thread(_initial, manifest, empty)
     replayed = start.round if start else -1
     kept, state = _Kept(payload), run_state.begin(manifest)
 
-    def problem(round: int, shard: str | None, reason: str) -> None:
-        done.problems.append(Problem(round, shard, reason))
-        report(done.problems[-1])
+    def problem(round: int, shard: str | None, *reasons: str) -> None:
+        for reason in reasons:
+            done.problems.append(Problem(round, shard, reason))
+            report(done.problems[-1])
 
-    if start is None and manifest.initial_state:
-        problem(0, None, "the weights with which the run begins are not in the archive, or are damaged")
+    if not outer.theta:
+        problem(0, None, "the state to replay from is not in the archive, or is damaged")
     while True:
         try:
             raw = await anext(records, None)
@@ -215,8 +214,7 @@ async def verify(
         except BadCommit as error:
             problem(0 if done.head is None else done.head.round + 1, None, f"the commit {error}")
             break
-        for violation in rules.check(state, commit):
-            problem(commit.round, None, violation.reason)
+        problem(commit.round, None, *(violation.reason for violation in rules.check(state, commit)))
         before, state = state, state.apply(commit)
         done.contributions += len(commit.contributions)
         done.head = commit
@@ -226,8 +224,7 @@ async def verify(
         is_past = until is not None and commit.round > until
         kept.begin()
         lists, reasons, unknown = await _lists(manifest, before.plan, None if is_past else commit, kept.payload)
-        for reason in reasons:
-            problem(commit.round, None, reason)
+        problem(commit.round, None, *reasons)
         for shard in unknown & outer.theta.keys():
             del outer.theta[shard]
         for shard in list(outer.theta):
@@ -242,8 +239,7 @@ async def verify(
             if is_past:
                 continue
             wrong, items = await _payloads(manifest, commit, shard, lists, kept)
-            for reason in wrong:
-                problem(commit.round, shard, reason)
+            problem(commit.round, shard, *wrong)
             if items is None:
                 del outer.theta[shard]
                 continue

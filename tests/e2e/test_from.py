@@ -119,7 +119,7 @@ def test_a_run_goes_on_from_an_exported_model(model: Path, at_home: Path) -> Non
     path = folder / "blobs" / made.initial_digests["head"]
     path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
     damaged = said("log", "verify", folder, code=1)
-    assert "round 0: the weights with which the run begins are not in the archive, or are damaged" in damaged
+    assert "round 0: the state to replay from is not in the archive, or is damaged" in damaged
 
 
 def test_a_node_refuses_damaged_weights_and_a_folder_without_them(model: Path, at_home: Path) -> None:

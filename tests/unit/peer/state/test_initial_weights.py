@@ -70,7 +70,7 @@ async def test_peers_with_empty_folders_begin_with_the_weights_that_the_manifest
         assert set(digests) == set(SHARDS)
     (node / "blobs" / DIGESTS["head"]).write_bytes(b"0" * layout.shard_bytes(MODEL, "head"))
     problems, _ = await verified(swarm.manifest, node)
-    assert problems == ["round 0: the weights with which the run begins are not in the archive, or are damaged"]
+    assert problems == ["round 0: the state to replay from is not in the archive, or is damaged"]
 
 
 async def verified(manifest: Manifest, folder: Path) -> tuple[list[str], dict[str, str]]:
