@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,26 @@ async def test_a_node_without_the_weights_does_not_start_unless_it_knows_who_has
         assert not path.exists()
     with contextlib.closing(Archive(tmp_path / "seed", tiny.manifest())) as archive:
         await check_initial_state(archive, has_others=False)
+
+
+async def test_members_of_a_chain_fetch_their_own_parts_of_the_weights(tmp_path: Path) -> None:
+    """Of a model whose blocks write a part of the residual stream."""
+    model = dataclasses.replace(MODEL, residual_width=16)
+    theta, shards = random_theta(model), layout.shard_names(model)
+    first = {shard: layout.shard_digest(theta[shard]) for shard in shards}
+    blobs = BlobStore(tmp_path / "bootstrap" / "blobs")
+    for shard in shards:
+        blobs.put_of_no_round(layout.shard_pieces(theta[shard]), first[shard])
+    made = run(model=model, initial_state=tuple(first.values()))
+    async with Swarm(tmp_path, made) as swarm:
+        peers = [swarm.start(name, memory=tiny.third_memory(made) * 3 // 2) for name in ("a", "b")]
+        await swarm.round(3)
+        (replica,) = swarm.archive.commits[0].plan.replicas
+        assert replica.is_chain
+        held = [set(peer.rounds.outer.theta) for peer in peers]
+        assert held[0] | held[1] == set(shards)
+        assert held[0] & held[1] == {"anchor"}
+        assert swarm.archive.commits[1].digests == first
+        for peer, own in zip(peers, held, strict=True):
+            assert peer.bases == dict.fromkeys(own, 0)
+            await is_right(swarm, peer, own)
