@@ -148,10 +148,13 @@ async def credits(
     ] = False,
 ) -> None:
     """Show who has contributed what, as the log says: tokens, share of the run, rounds, and what was left out."""
-    async with log_of(where) as (manifest, source):
-        if manifest is None:
-            return _note(f"log {source.name}: has no rounds yet")
-        credits, standing, _, names = await credits_of(manifest, source)
+    with Progress() as progress:
+        progress.begin("reading the log")
+        async with log_of(where, progress.clear) as (manifest, source):
+            if manifest is None:
+                progress.clear()
+                return _note(f"log {source.name}: has no rounds yet")
+            credits, standing, _, names = await credits_of(manifest, source)
     found = contributors(credits, names, standing)
     for line in map(jsons.dumps, map(plain, found)) if json else table_lines(found, credits.round):
         print(line)
@@ -163,10 +166,12 @@ async def me(where: Log = None, dir: Dir = Path("potluck-peer")) -> None:
     if not key.is_file():
         raise UsageError(f"--dir {dir}: has no key of a peer; give the folder with which you joined")
     peer = keyfile.load_or_create(key).peer_id
-    async with log_of(here(dir) if where is None else where) as (manifest, source):
-        if manifest is None:
-            raise UsageError(f"log {source.name}: has no rounds yet; ask again when the run has begun")
-        credits, standing, head, names = await credits_of(manifest, source)
+    with Progress() as progress:
+        progress.begin("reading the log")
+        async with log_of(here(dir) if where is None else where, progress.clear) as (manifest, source):
+            if manifest is None:
+                raise UsageError(f"log {source.name}: has no rounds yet; ask again when the run has begun")
+            credits, standing, head, names = await credits_of(manifest, source)
     rounds = schedule.last_round(manifest, head)
     for line in own_lines(contributors(credits, names, standing), peer, credits.round, rounds, names):
         print(line)
