@@ -14,6 +14,7 @@ from markdown_it import MarkdownIt
 from peer.ui.model_card import CARD, MOST_CONTRIBUTORS, MOST_POINTS, PICTURE, Card, History, licence
 from protocol.errors import UsageError
 from protocol.identity import Identity, short_peer
+from protocol.run import layout
 from protocol.run.manifest import DataSpec, Manifest
 from protocol.wire.claims import Evaluation
 from tests.support import tiny
@@ -178,3 +179,15 @@ def test_licences() -> None:
     for bad in ("", "Apache 2.0", 'mit"\n', "a" * 65, "-x"):
         with pytest.raises(UsageError, match="--license"):
             licence(bad)
+
+
+def test_it_says_which_weights_the_run_went_on_from() -> None:
+    new = tiny.manifest()
+    digests = {shard: tiny.digest(shard) for shard in layout.shard_names(new.model)}
+    said = text(card(tiny.manifest(initial_state=tuple(digests.values()))))
+    assert (
+        f"A language model that went on from weights (state `{layout.state_digest(new.model, digests)}`) with" in said
+    )
+    assert "reproduces its model from those weights." in said
+    assert "was pre-trained from scratch with Potluck" in text(card(new))
+    assert "reproduces its model from its seed." in text(card(new))
