@@ -163,7 +163,7 @@ class Start:
         check_document_end(weights.spec, weights.tokenizer)
         preset = presets.nearest(layout.total_parameters(weights.spec))
         trained = weights.about.get("sequence", "")  # potluck export writes it
-        wanted = int(trained) if trained.isdecimal() else preset.model.context
+        wanted = int(trained) if trained.isdecimal() and len(trained) < 9 else preset.model.context
         return cls(preset, weights, max(1, min(wanted, weights.spec.context)))
 
     def model(self, index: CorpusIndex) -> ModelSpec:

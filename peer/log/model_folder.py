@@ -175,13 +175,14 @@ def _all_places(folder: Path, disk: Disk) -> tuple[dict[str, tuple[Path, Place]]
 
 def _spec(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a configuration of transformers describes. Raises Misfit."""
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if kind not in _KINDS:
         raise Misfit(f"model_type = {kind}: is not known here, but {' and '.join(_KINDS)} are")
     for key, (only, reason) in _FIXED.items():
         if (value := config.get(key, only)) != only:
             raise Misfit(f"{key} = {value}: {reason}")
-    if any(each != "full_attention" for each in config.get("layer_types") or ()):
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or any(each != "full_attention" for each in kinds):
         raise Misfit("layer_types: attention sees the whole sequence here")
     for key in _SIZES.values():
         if key not in config:
@@ -213,7 +214,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
     said = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(said, dict):
         raise Misfit("rope_scaling: is not a table")
-    kind = said.get("rope_type", said.get("type", "default"))
+    kind = str(said.get("rope_type", said.get("type", "default")))
     known = {"default": (), **ROPE}
     if kind not in known:
         raise Misfit(f"rope_type = {kind}: is not known here, but {', '.join(ROPE)} are")

@@ -71,7 +71,7 @@ def places(disk: Disk, path: Path) -> tuple[dict[str, Place], dict[str, str]]:
         metadata = {str(key): str(value) for key, value in found.pop("__metadata__", {}).items()}
         known = {}
         for name, said in found.items():
-            shape, (begin, end) = tuple(int(n) for n in said["shape"]), said["data_offsets"]
+            shape, (begin, end) = tuple(map(int, said["shape"])), map(int, said["data_offsets"])
             each = _TYPES.get(said["dtype"], np.dtype("u1")).itemsize
             if min(shape, default=0) < 0 or not 0 <= begin <= end <= size - 8 - length:
                 raise Damaged(f"tensor {name} is not where it should be")
@@ -80,7 +80,7 @@ def places(disk: Disk, path: Path) -> tuple[dict[str, Place], dict[str, str]]:
             known[name] = Place(str(said["dtype"]), shape, 8 + length + begin)
     except Damaged:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise Damaged("its header cannot be read") from None
     return known, metadata
 

@@ -3,6 +3,7 @@ key."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
@@ -179,3 +180,26 @@ def test_a_residual_width_is_read_as_it_was_written(tmp_path: Path) -> None:
     for shard, arrays in random_theta(spec).items():
         for ours, theirs in zip(arrays, found.shard(shard), strict=True):
             np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("value", [None, [], ["x"], {}, {"rope_type": []}, "x", "", True, -1, 0.5, 1e308, 10**30])
+def test_no_value_of_any_key_is_more_than_refused(value: object, tmp_path: Path) -> None:
+    folder = exports.written(tmp_path / "model")
+    config = json.loads((folder / CONFIG).read_text())
+    for key in (*config, "rope_scaling", "layer_types", "quantization_config", "residual_width", "document_end_id"):
+        (folder / CONFIG).write_text(json.dumps(config | {key: value}))
+        with contextlib.suppress(UsageError):
+            read(folder)
+
+
+@pytest.mark.parametrize("value", [None, [], "x", [0.5, 1], [-1, 3], [0, 10**30], [0, "Infinity"], {"a": 1}])
+@pytest.mark.parametrize("field", ["shape", "data_offsets", "dtype"])
+def test_no_header_of_weights_is_more_than_refused(field: str, value: object, tmp_path: Path) -> None:
+    folder = exports.written(tmp_path / "model")
+    raw = (folder / WEIGHTS).read_bytes()
+    length = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:length])
+    header["model.norm.weight"][field] = value
+    changed = json.dumps(header).replace('"Infinity"', "Infinity").encode()
+    (folder / WEIGHTS).write_bytes(len(changed).to_bytes(8, "little") + changed + raw[length:])
+    refusal(folder)
