@@ -250,9 +250,17 @@ class Archive:
         digests = self.states.digests[round]
         return [shard for shard, name in digests.items() if self.blobs.round_of(name) != NO_ROUND]
 
+    def drop_damaged(self, round: int) -> None:
+        """Removes the files of an archived state that do not have their digests. Raises UsageError."""
+        with disk_errors(self.folder):
+            for name in self.states.digests[round].values():
+                blob = self.blobs.find(name)
+                if blob is not None and blob_hash.root(blob.size, blob.leaves()) != name:
+                    self.blobs.remove(name)
+
     def newest_state(self, round: int) -> int:
-        """The newest round up to `round` whose state is stored, or follows from the seed."""
-        return next(each for each in reversed(self.states.digests) if each <= round and not self.lacks(each))
+        """The newest round up to `round` whose state is stored or follows from the seed; 0 if there is none."""
+        return next((each for each in reversed(self.states.digests) if each <= round and not self.lacks(each)), 0)
 
     def _add(self, raw: bytes, commit: Commit | None, size: int = 0) -> None:
         """Adds the next record.

@@ -2,7 +2,8 @@
 
 A node computes a state from the one before and the payloads since, shard by shard, and trusts no other: it is stored if
 it has the digests of the log, and until then the archive keeps all that it is made of. A node that was away while the
-others removed those payloads takes the older state from them, by its digests.
+others removed those payloads takes the older state from them, by its digests;
+so does one whose folder lacks the weights that the run begins with.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from bootstrap.archive import Archive
 from bootstrap.payloads import Payloads
 from protocol.errors import RemoteError
 
+RETRY_SECONDS = 10.0
 StoreState = Callable[[str, int, int, Callable[[], bool]], bool | None]
 """(shard, after, round, is_over): computes a state from the stored one of round `after`, and stores it, unless the node
 ends (peer/log/recompute.py); called on threads."""
@@ -52,8 +54,9 @@ class StateKeeper:
     async def _make(self, round: int) -> None:
         """Makes what is missing of a state, as far as that can be had now."""
         for shard in self.archive.lacks(round):
-            after = self.archive.newest_state(round - 1)
-            is_right = await asyncio.to_thread(self.store_state, shard, after, round, lambda: self._is_over)
+            after, is_right = self.archive.newest_state(round - 1), None
+            if round:
+                is_right = await asyncio.to_thread(self.store_state, shard, after, round, lambda: self._is_over)
             if is_right is False:
                 self._wrong = round
                 return self.tell(
@@ -72,6 +75,7 @@ class StateKeeper:
         except RemoteError as error:
             if self._told < round:
                 self._told = round
-                self.tell(f"state of {shard} after round {round}: {error}; it is fetched after the next round")
+                self.tell(f"state of {shard} after round {round}: {error}; the other operators are asked again")
+            asyncio.get_running_loop().call_later(RETRY_SECONDS, self.news.set)
             return False
         return True

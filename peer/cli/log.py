@@ -99,13 +99,13 @@ async def verify(
             if manifest is None:
                 progress.clear()
                 return _note(f"log {source.name}: has no rounds yet")
-            empty, start = room_for(manifest.model), None
-            known = await extent_of(manifest, source, progress)
+            empty, start, last = room_for(manifest.model), None, None
             if checkpoint is not None:
                 start = replay.start_from(manifest, checkpoint, empty)
             else:
-                start = await replay.archived_state(manifest, source, known, empty)
-            told = following(progress, start, known.head)
+                known = await extent_of(manifest, source, progress)
+                start, last = await replay.archived_state(manifest, source, known, empty), known.head
+            told = following(progress, start, last)
             done = await replay.verify(manifest, source.records(), source.payload, report, start, empty, follow=told)
             if done.problems and start is not None:
                 begin = (await replay.extent(manifest, source)).begin
@@ -122,7 +122,10 @@ async def verify(
         f" {count(range(done.contributions), 'contribution')}; replayed {count(range(done.payloads), 'payload')}"
         f" ({size(done.payload_bytes)}) from round {start.round if start else 0} on"
     )
-    if checkpoint is None and start is not None:
+    if manifest.initial_state:
+        first = layout.state_digest(manifest.model, manifest.initial_digests)
+        print(f"the run begins with the weights that its manifest names: state {first}")
+    if checkpoint is None and start is not None and start.round:
         print(
             f"up to round {start.round} only the commits were checked: the archive begins with the state after that"
             " round, which has the log's digests"
@@ -145,10 +148,13 @@ async def credits(
     ] = False,
 ) -> None:
     """Show who has contributed what, as the log says: tokens, share of the run, rounds, and what was left out."""
-    async with log_of(where) as (manifest, source):
-        if manifest is None:
-            return _note(f"log {source.name}: has no rounds yet")
-        credits, standing, _, names = await credits_of(manifest, source)
+    with Progress() as progress:
+        progress.begin("reading the log")
+        async with log_of(where, progress.clear) as (manifest, source):
+            if manifest is None:
+                progress.clear()
+                return _note(f"log {source.name}: has no rounds yet")
+            credits, standing, _, names = await credits_of(manifest, source)
     found = contributors(credits, names, standing)
     for line in map(jsons.dumps, map(plain, found)) if json else table_lines(found, credits.round):
         print(line)
@@ -160,10 +166,12 @@ async def me(where: Log = None, dir: Dir = Path("potluck-peer")) -> None:
     if not key.is_file():
         raise UsageError(f"--dir {dir}: has no key of a peer; give the folder with which you joined")
     peer = keyfile.load_or_create(key).peer_id
-    async with log_of(here(dir) if where is None else where) as (manifest, source):
-        if manifest is None:
-            raise UsageError(f"log {source.name}: has no rounds yet; ask again when the run has begun")
-        credits, standing, head, names = await credits_of(manifest, source)
+    with Progress() as progress:
+        progress.begin("reading the log")
+        async with log_of(here(dir) if where is None else where, progress.clear) as (manifest, source):
+            if manifest is None:
+                raise UsageError(f"log {source.name}: has no rounds yet; ask again when the run has begun")
+            credits, standing, head, names = await credits_of(manifest, source)
     rounds = schedule.last_round(manifest, head)
     for line in own_lines(contributors(credits, names, standing), peer, credits.round, rounds, names):
         print(line)
@@ -212,15 +220,19 @@ async def extent_of(manifest: Manifest, source: Source, progress: Progress) -> A
     return await replay.extent(manifest, source)
 
 
-def following(progress: Progress, start: State | None, last: int) -> Callable[[Commit], None]:
-    """Begins to show the replay from `start` to the round `last`. Returns what has to receive its commits."""
+def following(progress: Progress, start: State | None, last: int | None) -> Callable[[Commit], None]:
+    """Begins to show the replay from `start` to the round `last` (None: unknown). Returns what has to receive its
+    commits."""
     first = now = start.round if start is not None else 0
 
     def follow(commit: Commit) -> None:
         nonlocal now
         now = max(first, commit.round)
 
-    progress.begin(f"replaying {number(last - first, 'round')}", last - first, lambda: now - first)
+    if last is None:
+        progress.begin("replaying the log")
+    else:
+        progress.begin(f"replaying {number(last - first, 'round')}", last - first, lambda: now - first)
     return follow
 
 

@@ -91,10 +91,10 @@ class Choice:
     @property
     def exported(self) -> Path | None:
         """The folder, if `potluck export` wrote it."""
-        from peer.log import export
+        from peer.log import model_folder
 
         folder = Path(self.where)
-        return folder if os.path.isfile(folder / export.CONFIG) and not (folder / logfile.LOG).is_file() else None
+        return folder if os.path.isfile(folder / model_folder.CONFIG) and not (folder / logfile.LOG).is_file() else None
 
 
 @dataclass(frozen=True, slots=True)

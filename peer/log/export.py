@@ -11,12 +11,12 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from peer.corpus.tokenizer_process import TokenizerProcess
-from peer.log import gguf_file
+from peer.log import gguf_file, model_folder
+from peer.log.model_folder import ANCHOR, CONFIG, EMBED, ROPE, TOKENIZER, WEIGHTS, is_narrow
 from peer.log.replay import State
 from peer.net.disk import Disk
 from peer.state import tensor_file
@@ -27,25 +27,6 @@ from protocol.errors import UsageError
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
-from protocol.wire.schema import SchemaError, build
-
-WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "d_model": "hidden_size",
-    "d_ff": "intermediate_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "context": "max_position_embeddings",
-    "rope_theta": "rope_theta",
-    "norm_eps": "rms_norm_eps",
-}
-_ROPE = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings"),
-}
-"""Which fields of a RopeScaling its type has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +51,7 @@ def config(spec: ModelSpec, end: int | None) -> dict[str, object]:
     scaling: dict[str, object] = {}
     if spec.rope_scaling is not None:
         kind = spec.rope_scaling.rope_type
-        scaling = {"rope_type": kind, **{name: getattr(spec.rope_scaling, name) for name in _ROPE[kind]}}
+        scaling = {"rope_type": kind, **{name: getattr(spec.rope_scaling, name) for name in ROPE[kind]}}
     return {
         "architectures": ["Qwen3ForCausalLM" if spec.use_qk_norm else "LlamaForCausalLM"],
         "model_type": "qwen3" if spec.use_qk_norm else "llama",
@@ -99,47 +80,12 @@ def config(spec: ModelSpec, end: int | None) -> dict[str, object]:
     }
 
 
-def _spec(found: dict[str, Any]) -> ModelSpec:
-    """The inverse of `config`. Raises SchemaError, KeyError or TypeError."""
-    heads, shared = found["num_attention_heads"], found["num_key_value_heads"]
-    fields = {
-        **{ours: found[theirs] for ours, theirs in _SIZES.items()},
-        "num_key_value_heads": 0 if shared == heads else shared,
-        "tie_word_embeddings": found["tie_word_embeddings"],
-        "use_qk_norm": found["model_type"] == "qwen3",
-        "rope_scaling": found.get("rope_scaling"),
-        "document_end_id": found.get("document_end_id", -1),
-        "residual_width": found.get("residual_width", 0),
-    }
-    return build(ModelSpec, fields)
-
-
-_EMBED, _ANCHOR = "model.embed_tokens.weight", "model.embed_tokens.anchor"
-
-
-def _is_narrow(spec: ModelSpec, name: str) -> bool:
-    """Returns whether a LLaMA's tensor of this name has more rows."""
-    return spec.residual_width > 0 and name.endswith(("o_proj.weight", "down_proj.weight"))
-
-
 def _as_llama(spec: ModelSpec, tensors: dict[str, Array]) -> dict[str, Array]:
     """The tensors of a LLaMA that computes the same."""
     behind = spec.d_model - spec.written
-    found = {name: np.pad(x, ((0, behind), (0, 0))) if _is_narrow(spec, name) else x for name, x in tensors.items()}
-    if _ANCHOR in found:
-        found[_EMBED] = np.concatenate((found[_EMBED], found.pop(_ANCHOR)), axis=1)
-    return found
-
-
-def _from_llama(spec: ModelSpec, tensors: dict[str, Array]) -> dict[str, Array]:
-    """The inverse of `_as_llama`. Raises ValueError for a matrix that writes more columns."""
-    w, narrow = spec.written, [name for name in tensors if _is_narrow(spec, name)]
-    if any(tensors[name][w:].any() for name in narrow):
-        raise ValueError
-    found = tensors | {name: tensors[name][:w] for name in narrow}
-    if spec.residual_width:
-        both = found[_EMBED]
-        found |= {_EMBED: np.ascontiguousarray(both[:, :w]), _ANCHOR: np.ascontiguousarray(both[:, w:])}
+    found = {name: np.pad(x, ((0, behind), (0, 0))) if is_narrow(spec, name) else x for name, x in tensors.items()}
+    if ANCHOR in found:
+        found[EMBED] = np.concatenate((found[EMBED], found.pop(ANCHOR)), axis=1)
     return found
 
 
@@ -223,27 +169,13 @@ def _tensors(spec: ModelSpec, theta: Shards) -> dict[str, Array]:
 
 def read(folder: Path, disk: Disk, room_for: Callable[[ModelSpec], Empty]) -> Exported:
     """Reads a folder that `write` wrote. room_for: makes the allocator of the arrays. Raises UsageError."""
+    found = model_folder.open_model(folder, disk)
     try:
-        found = json.loads(disk.read(folder / CONFIG))
-        spec = _spec(found)
-        if found != config(spec, found["eos_token_id"]):
-            raise ValueError
-        written, about = tensor_file.read(disk, folder / WEIGHTS, room_for(spec))
-        tensors = _from_llama(spec, written)
-        theta = {
-            shard: [tensors[name] for name, _ in layout.tensors(spec, shard)] for shard in layout.shard_names(spec)
-        }
-        if any(tuple(a.shape for a in arrays) != layout.shapes(spec, shard) for shard, arrays in theta.items()):
-            raise ValueError
-        sequence = int(about["sequence"])
-        if not 1 <= sequence <= spec.context:
-            raise ValueError
-        tokenizer, end = disk.read(folder / TOKENIZER), found["eos_token_id"]
-        return Exported(spec, theta, tokenizer, about["name"], int(about["round"]), sequence, end, about)
-    except OSError as error:
-        reason = f"{Path(error.filename or folder).name}: {error.strerror}"
-    except tensor_file.Damaged as error:
-        reason = f"{WEIGHTS}: {error}"
-    except (SchemaError, ValueError, LookupError, TypeError, RecursionError):
-        reason = "is not as potluck export writes it"
-    raise UsageError(f"model {folder}: {reason}; give a folder of potluck export, or a log")
+        name, round, sequence = found.about["name"], int(found.about["round"]), int(found.about["sequence"])
+    except (KeyError, ValueError):
+        raise UsageError(f"model {folder}: is not as potluck export writes it; give a folder of it, or a log") from None
+    if not 1 <= sequence <= found.spec.context:
+        raise UsageError(f"model {folder}: sequence = {sequence}: is longer than its context; export it again")
+    empty = room_for(found.spec)
+    theta = {shard: found.shard(shard, empty) for shard in layout.shard_names(found.spec)}
+    return Exported(found.spec, theta, found.tokenizer, name, round, sequence, found.end, found.about)

@@ -46,8 +46,8 @@ def store_state(
     round: int,
     is_over: Callable[[], bool] = lambda: False,
 ) -> bool | None:
-    """Computes a shard's state after `round` from its stored state `after` (0: from the seed), and stores it if its
-    digest is that of the next commit. Returns whether it is; None if a payload is not here, or if `is_over`.
+    """Computes a shard's state after `round` from the one after `after`, and stores it if its digest is that of the
+    next commit. Returns whether it is; None if a payload is not here, or if `is_over`.
 
     Raises UsageError.
     """
@@ -55,11 +55,12 @@ def store_state(
     empty = functools.partial(blobs.disk.arrays, blobs.folder.parent)
     small = layout.shard_bytes(spec, shard) <= MOST_BYTES
     replay = Outer(spec, outer.codec, outer.beta, outer.eta, empty=in_memory if small else empty)
-    if not after:
+    name = _name_of(manifest, commits, shard, after)
+    if name is None:
         replay.theta[shard] = init.initial_shard(spec, manifest.seed_bytes, shard, empty=replay.empty)
     else:
         replay.theta[shard] = replay.empty(layout.shapes(spec, shard))
-        blob = blobs.find(commits[after + 1].digests[shard])
+        blob = blobs.find(name)
         try:
             if blob is None:
                 return None
@@ -85,7 +86,7 @@ class Recomputer:
 
     commits: by round
     read: gives states of shards, too
-    newest_state: gives the newest round up to another of which `read` has the whole state; 0: none
+    newest_state: gives the newest round up to another of which `read` has the whole state, or 0
     """
 
     def __init__(
@@ -119,7 +120,9 @@ class Recomputer:
         replay, (after, state) = Outer(spec, outer.codec, outer.beta, outer.eta), self._kept.pop(shard, (-1, []))
         stored = self._newest_state(round)
         if not stored <= after <= round:
-            after, state = self._begin(shard, stored)
+            if (begun := self._begin(shard, stored)) is None:
+                return None
+            after, state = begun
         replay.theta[shard] = state
         try:
             if not self._is_cheap(shard, after, round):
@@ -148,15 +151,23 @@ class Recomputer:
             left -= PAYLOAD_WORK * portion * self._commits[each].payload_bytes
         return left >= 0
 
-    def _begin(self, shard: str, after: int) -> tuple[int, list[NDArray[np.float32]]]:
-        """A shard's stored state, or that of the seed, and its round."""
+    def _begin(self, shard: str, after: int) -> tuple[int, list[NDArray[np.float32]]] | None:
+        """The round of a shard's state that is stored or follows from the seed, `after` or 0, and the state."""
         spec = self._manifest.model
-        raw = self._get(self._commits[after + 1].digests[shard]) if after else None
-        if raw is None:
-            return 0, init.initial_shard(spec, self._manifest.seed_bytes, shard)
-        state = in_memory(layout.shapes(spec, shard))
-        tensor_file.fill(io.BytesIO(raw), state)
-        return after, state
+        for round in (after, 0):
+            name = _name_of(self._manifest, self._commits, shard, round)
+            if name is None:
+                return 0, init.initial_shard(spec, self._manifest.seed_bytes, shard)
+            if (raw := self._get(name)) is not None:
+                state = in_memory(layout.shapes(spec, shard))
+                tensor_file.fill(io.BytesIO(raw), state)
+                return round, state
+        return None
+
+
+def _name_of(manifest: Manifest, commits: Sequence[Commit], shard: str, round: int) -> str | None:
+    """The digest of a shard's state after `round`; None for θ(0) from the seed."""
+    return commits[round + 1].digests[shard] if round else manifest.initial_digests.get(shard)
 
 
 def _payloads(commit: Commit, shard: str, get: Read) -> list[tuple[float, bytes]]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from peer.log.reader import BadPayload, Source
 from peer.state import tensor_file
@@ -56,8 +57,8 @@ class State:
 
 
 def _initial(manifest: Manifest, empty: Empty = in_memory) -> Shards:
-    """θ(0)."""
-    names = layout.shard_names(manifest.model)
+    """θ(0) from the seed; empty where the manifest names another."""
+    names = () if manifest.initial_state else layout.shard_names(manifest.model)
     return {shard: init.initial_shard(manifest.model, manifest.seed_bytes, shard, empty=empty) for shard in names}
 
 
@@ -68,19 +69,22 @@ def replay(manifest: Manifest, commits: Sequence[Commit], payload: Callable[[str
     payload: payloads and lists of parts by name. Raises LocalError for a missing one.
     """
     outer = Outer(manifest.model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta)
-    outer.theta = _initial(manifest)
     shards = layout.shard_names(manifest.model)
 
-    def wanted(commit: Commit, name: str) -> bytes:
+    def wanted(round: int, name: str) -> bytes:
         data = payload(name)
         if data is None:
-            raise LocalError(f"payload {name[:12]} of round {commit.round}: not in the archive; fetch it from a peer")
+            raise LocalError(f"payload {name[:12]} of round {round}: not in the archive; fetch it from a peer")
         return data
 
+    outer.theta = _initial(manifest)
+    for shard, digest in manifest.initial_digests.items():
+        outer.theta[shard] = _read_shard(manifest, shard, digest, wanted(0, digest), in_memory)
+
     for commit in commits:
-        lists = {share.root: part_lists.unpack(wanted(commit, share.root)) for share in commit.shares}
+        lists = {share.root: part_lists.unpack(wanted(commit.round, share.root)) for share in commit.shares}
         for shard in shards:
-            outer.apply(shard, [(w, wanted(commit, part.digest)) for w, part, _ in commit.payloads(shard, lists)])
+            outer.apply(shard, [(w, wanted(commit.round, part.digest)) for w, part, _ in commit.payloads(shard, lists)])
         yield State(commit.round, dict(outer.theta), {shard: outer.digest(shard) for shard in shards})
 
 
@@ -98,7 +102,7 @@ class ArchiveExtent:
     begin: int
     """The round after which it keeps all payloads."""
     digests: Mapping[str, str]
-    """Of the state after that round, by shard; none for θ(0)."""
+    """Of the state after that round, by shard; none if that follows from the seed."""
     head: int
     """The newest round; -1 if there is none."""
 
@@ -117,16 +121,25 @@ async def extent(manifest: Manifest, source: Source) -> ArchiveExtent:
 async def archived_state(
     manifest: Manifest, source: Source, known: ArchiveExtent, empty: Empty = in_memory
 ) -> State | None:
-    """The state with which an archive begins; None if that is θ(0), or cannot be had. Raises what `source` raises."""
+    """The state with which an archive begins; None if it follows from the seed, or cannot be had. Raises what `source`
+    raises."""
     theta = Shards()
     try:
         for shard, digest in known.digests.items():
             raw = await source.payload(digest, layout.shard_bytes(manifest.model, shard))
-            theta[shard] = empty(layout.shapes(manifest.model, shard))
-            await asyncio.to_thread(tensor_file.fill, io.BytesIO(raw), theta[shard])
-    except (BadPayload, RemoteError, tensor_file.Damaged):
+            theta[shard] = await asyncio.to_thread(_read_shard, manifest, shard, digest, raw, empty)
+    except (BadPayload, RemoteError):
         return None
     return State(known.begin, theta, {}) if theta else None
+
+
+def _read_shard(manifest: Manifest, shard: str, digest: str, raw: bytes, empty: Empty) -> list[NDArray[np.float32]]:
+    """The tensors of a shard with this digest. Raises BadPayload unless these are its bytes."""
+    if len(raw) != layout.shard_bytes(manifest.model, shard) or blob_hash.name_of(raw) != digest:
+        raise BadPayload("its bytes are not those of its digest")
+    arrays = empty(layout.shapes(manifest.model, shard))
+    tensor_file.fill(io.BytesIO(raw), arrays)
+    return arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +186,7 @@ async def verify(
     """Checks a log commit by commit and replays it shard by shard.
 
     report, follow: receive each problem at once, and each valid commit before its payloads are fetched.
-    start: state to replay from (default: θ(0)).
+    start: state to replay from (default: θ(0) from the seed).
     until: the round whose state is wanted; the log is read as far as to its attestation.
 
     Stops at the first invalid commit. A shard is replayed until a payload or a list of parts is missing or wrong, or
@@ -185,10 +198,13 @@ async def verify(
     replayed = start.round if start else -1
     kept, state = _Kept(payload), run_state.begin(manifest)
 
-    def problem(round: int, shard: str | None, reason: str) -> None:
-        done.problems.append(Problem(round, shard, reason))
-        report(done.problems[-1])
+    def problem(round: int, shard: str | None, *reasons: str) -> None:
+        for reason in reasons:
+            done.problems.append(Problem(round, shard, reason))
+            report(done.problems[-1])
 
+    if not outer.theta:
+        problem(0, None, "the state to replay from is not in the archive, or is damaged")
     while True:
         try:
             raw = await anext(records, None)
@@ -198,8 +214,7 @@ async def verify(
         except BadCommit as error:
             problem(0 if done.head is None else done.head.round + 1, None, f"the commit {error}")
             break
-        for violation in rules.check(state, commit):
-            problem(commit.round, None, violation.reason)
+        problem(commit.round, None, *(violation.reason for violation in rules.check(state, commit)))
         before, state = state, state.apply(commit)
         done.contributions += len(commit.contributions)
         done.head = commit
@@ -209,8 +224,7 @@ async def verify(
         is_past = until is not None and commit.round > until
         kept.begin()
         lists, reasons, unknown = await _lists(manifest, before.plan, None if is_past else commit, kept.payload)
-        for reason in reasons:
-            problem(commit.round, None, reason)
+        problem(commit.round, None, *reasons)
         for shard in unknown & outer.theta.keys():
             del outer.theta[shard]
         for shard in list(outer.theta):
@@ -225,8 +239,7 @@ async def verify(
             if is_past:
                 continue
             wrong, items = await _payloads(manifest, commit, shard, lists, kept)
-            for reason in wrong:
-                problem(commit.round, shard, reason)
+            problem(commit.round, shard, *wrong)
             if items is None:
                 del outer.theta[shard]
                 continue

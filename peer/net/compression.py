@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
 import zstandard
 
 LEVEL = 1
@@ -72,13 +71,18 @@ def unpack(packed: bytes, most: int) -> bytes:
         raise Malformed("damaged compression") from None
     if len(data) != size or size % form:
         raise Malformed("another number of bytes than it says")
-    return data if form == PLAIN else np.frombuffer(data, np.uint8).reshape(form, -1).T.tobytes()
+    if form == PLAIN:
+        return data
+    whole, length = bytearray(size), size // form
+    for i in range(form):
+        whole[i::form] = data[i * length : (i + 1) * length]
+    return bytes(whole)
 
 
 def _frame(data: bytes, form: int) -> bytes:
     if not hasattr(_own, "writer"):
         _own.writer = zstandard.ZstdCompressor(level=LEVEL)
     frame, pieces = _own.writer.compressobj(size=len(data)), list[bytes]()
-    for plane in np.frombuffer(data, np.uint8).reshape(-1, form).T:  # a code for all of them would fit none
-        pieces += frame.compress(plane.tobytes()), frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    for i in range(form):  # a code for all of them would fit none
+        pieces += frame.compress(data[i::form]), frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
     return b"".join((*pieces, frame.flush()))

@@ -3,7 +3,8 @@
     θ(round) of a shard  =  θ(r) for some r < round  +  the committed payloads of the rounds r+1 … round
 
 θ(r) is taken from where it costs the fewest bytes of network: our own checkpoints, those of others, or the seed (r =
-0), and of the archives. A state counts only with the digest of the majority in commit r+1. The archives keep two, and
+0), and of the archives. A state counts only with the digest of the majority in commit r+1, or of the manifest, where
+that names θ(0). The archives keep two, and
 the payloads since the older one (protocol/ledger/retention.py): bases before it come last. `WarmUp` builds the missing
 shards of a later role beside training, and applies each commit to them too, until they are taken over.
 """
@@ -36,6 +37,7 @@ class Base:
     """A state to start from.
 
     cost: bytes to fetch until the wanted round.
+    digest: empty where it follows from the seed.
     holders: peers that serve it; None where it is here, or follows from the seed.
     """
 
@@ -126,7 +128,7 @@ class Recovery:
     async def again(
         self, shard: str, round: int, ours: Mapping[int, Mapping[str, str]]
     ) -> list[NDArray[np.float32]] | None:
-        """A shard after `round` from the seed, or from a state on which we and the log agreed. None where that costs
+        """A shard after `round` from θ(0), or from a state on which we and the log agreed. None where that costs
         more than AGAIN_COST.
 
         ours: {round: {shard: digest}} that we computed.
@@ -218,16 +220,18 @@ class Recovery:
     def bases(self, shard: str, round: int, holders: Mapping[tuple[int, str], Sequence[str]]) -> list[Base]:
         """The states to start from for `shard` after `round`: the cheapest first, then those from which some payloads
         are not kept."""
-        found = [Base(self.replay_bytes(shard, 0, round), 0, "", None)]
+        found = list[Base]()
         own, store = self.storage.states(), self.storage.blobs
         offered = {r for r, name in holders if name == shard}
         # an auditor, which trusts no other peer, goes on from where the archives begin
         kept = self.archived if self.exchange.fetches_states else self.archived[:1]
         near = range(round - NEAR_ROUNDS, round + 1)
-        for r in sorted(r for r in {*own, *offered, *kept, *near} if 0 < r <= round):
-            digest = self.log[r + 1].digests.get(shard) if r + 1 in self.log else None
-            others = holders.get((r, shard), ()) or (self.exchange.archives() if r in kept else ())
+        for r in sorted(r for r in {0, *own, *offered, *kept, *near} if 0 <= r <= round):
+            digest = self._said(shard, r)
+            others = holders.get((r, shard), ()) or (self.exchange.archives() if not r or r in kept else ())
             if digest is None:
+                if not r:
+                    found.append(Base(self.replay_bytes(shard, 0, round), 0, "", None))
                 continue
             if own.get(r, {}).get(shard) == digest:
                 found.append(Base(self.replay_bytes(shard, r, round), r, digest, None))
@@ -235,6 +239,12 @@ class Recovery:
                 size = 0 if store.has(digest) else layout.shard_bytes(self.manifest.model, shard)
                 found.append(Base(self.replay_bytes(shard, r, round) + size, r, digest, tuple(others)))
         return sorted(found, key=lambda base: (base.round < self.archived[0], base.cost, -base.round))
+
+    def _said(self, shard: str, round: int) -> str | None:
+        """The digest of a shard after `round`, by the manifest or the log; None if they do not say it."""
+        if round == 0:
+            return self.manifest.initial_digests.get(shard)
+        return self.log[round + 1].digests.get(shard) if round + 1 in self.log else None
 
     async def _find_bases(self, shards: Sequence[str], round: int) -> dict[str, list[Base]]:
         spec = self.manifest.model
@@ -258,7 +268,7 @@ class Recovery:
             bases = found[shard]
             while True:
                 base = next((base for base in bases if (shard, base.round) not in failed), None)
-                if base is None:  # even the seed led nowhere
+                if base is None:  # even θ(0) led nowhere
                     self._failed(round + 1)
                     failed.difference_update({(shard, each.round) for each in bases})
                     await asyncio.sleep(RETRY_SECONDS)
@@ -309,7 +319,7 @@ class Recovery:
         until its last bytes are requested: then the next one begins, and the network does not idle between."""
         try:
             async with line:
-                if base.round == 0:
+                if not base.digest:
                     return await asyncio.to_thread(self._initial, shard)
                 if base.holders is None:
                     return await asyncio.to_thread(self.storage.load_shard, base.round, shard, base.digest)

@@ -10,8 +10,9 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,8 @@ from protocol.codec.topk import Empty, in_memory
 
 Array = NDArray[np.float32]
 PIECE = 1 << 20
+_TYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+"""Of tensors that can be read; numpy has no bf16."""
 
 
 class Damaged(ValueError):
@@ -46,15 +49,56 @@ def pieces(
         yield np.ascontiguousarray(tensors[name], dtype="<f4").data.cast("B")
 
 
-def read(disk: Disk, path: Path, empty: Empty = in_memory) -> tuple[dict[str, Array], dict[str, str]]:
-    """The tensors by name, in their order, in arrays that `empty` makes, and the metadata. Raises OSError and
-    Damaged."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a file has a tensor: type, shape, position of the first byte."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+
+
+def places(disk: Disk, path: Path) -> tuple[dict[str, Place], dict[str, str]]:
+    """Where any file in the format has its tensors, by name, and its metadata. Raises OSError and Damaged."""
     size, _ = disk.stat(path)
     with disk.open(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if length > size - 8:
             raise Damaged("it is shorter than its header")
-        shapes, metadata = _header(file.read(length), size - 8 - length)
+        raw = file.read(length)
+    try:
+        found = json.loads(raw)
+        metadata = {str(key): str(value) for key, value in found.pop("__metadata__", {}).items()}
+        known = {}
+        for name, said in found.items():
+            shape, (begin, end) = tuple(map(int, said["shape"])), map(int, said["data_offsets"])
+            each = _TYPES.get(said["dtype"], np.dtype("u1")).itemsize
+            if min(shape, default=0) < 0 or not 0 <= begin <= end <= size - 8 - length:
+                raise Damaged(f"tensor {name} is not where it should be")
+            if said["dtype"] in _TYPES and end - begin != each * math.prod(shape):
+                raise Damaged(f"tensor {name} has not as many values as its shape")
+            known[name] = Place(str(said["dtype"]), shape, 8 + length + begin)
+    except Damaged:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        raise Damaged("its header cannot be read") from None
+    return known, metadata
+
+
+def read(disk: Disk, path: Path, empty: Empty = in_memory) -> tuple[dict[str, Array], dict[str, str]]:
+    """The tensors by name, in their order, in arrays that `empty` makes, and the metadata. Raises OSError and
+    Damaged."""
+    found, metadata = places(disk, path)
+    shapes, (size, _) = {name: found[name].shape for name in sorted(found)}, disk.stat(path)
+    begin = at = size - sum(4 * math.prod(shape) for shape in shapes.values())
+    for name, shape in shapes.items():
+        if (found[name].dtype, found[name].begin) != ("F32", at):
+            raise Damaged(f"tensor {name} is not where it should be")
+        at += 4 * math.prod(shape)
+    with disk.open(path) as file:
+        if begin != 8 + int.from_bytes(file.read(8), "little"):
+            raise Damaged("its tensors are not as long as the file")
+        file.seek(begin)
         arrays = empty(list(shapes.values()))
         fill(file, arrays)
     return dict(zip(shapes, arrays, strict=True)), metadata
@@ -75,25 +119,18 @@ def fill(file: BinaryIO, arrays: Sequence[Array]) -> None:
             array.byteswap(inplace=True)
 
 
-def _header(raw: bytes, size: int) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Names and shapes of tensors that have `size` bytes in all, and the metadata. Raises Damaged."""
-    try:
-        found = json.loads(raw)
-        metadata = {str(key): str(value) for key, value in found.pop("__metadata__", {}).items()}
-        shapes, end = {}, 0
-        for name in sorted(found):
-            shapes[name] = tuple(int(n) for n in found[name]["shape"])
-            begin, end = end, end + 4 * math.prod(shapes[name])
-            if (
-                found[name]["dtype"] != "F32"
-                or found[name]["data_offsets"] != [begin, end]
-                or min(shapes[name], default=0) < 0
-            ):
-                raise Damaged(f"tensor {name} is not where it should be")
-    except Damaged:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise Damaged("its header cannot be read") from None
-    if end != size:
-        raise Damaged("its tensors are not as long as the file")
-    return shapes, metadata
+def load(disk: Disk, path: Path, place: Place, array: Array) -> None:
+    """Reads a tensor of any type of `_TYPES` into an array of its shape, as fp32. Raises OSError, Damaged."""
+    if place.dtype not in _TYPES:
+        raise Damaged(f"has {place.dtype}; weights are {', '.join(_TYPES)}")
+    kind, flat, at = _TYPES[place.dtype], array.reshape(-1), 0
+    with disk.open(path) as file:
+        file.seek(place.begin)
+        while at < flat.size:
+            piece = file.read(min(PIECE, (flat.size - at) * kind.itemsize))
+            if not piece or len(piece) % kind.itemsize:
+                raise Damaged("ends before its last value")
+            values = np.frombuffer(piece, kind)
+            wide = (values.astype(np.uint32) << 16).view(np.float32) if place.dtype == "BF16" else values
+            flat[at : at + values.size] = wide
+            at += values.size

@@ -95,9 +95,12 @@ class Card:
     def _lines(self, with_picture: bool) -> Iterator[str]:
         name = escaped(self.manifest.name) or "A model of Potluck"
         yield from (f"# {name}", "")
+        begun = "was pre-trained from scratch"
+        if first := self.manifest.initial_digests:
+            begun = f"went on from weights (state `{layout.state_digest(self.manifest.model, first)}`)"
         yield (
-            "A language model that was pre-trained from scratch with Potluck: over the internet, by machines that do"
-            " not trust each other. **It is a base model**: it continues a text. It was not trained to follow"
+            f"A language model that {begun} with Potluck: over the internet, by machines that do not trust each other."
+            " **It is a base model**: it continues a text. It was not trained to follow"
             " instructions, to be right, or to refuse anything, and it repeats what its text says."
         )
         yield ""
@@ -161,9 +164,10 @@ class Card:
         yield f"- run id: `{run}`"
         by = "as the log gives it" if self.is_checked else "as a peer's checkpoint has it; no log has confirmed it"
         yield f"- state after round {self.round:,}: `{self.state}`, {by}"
+        begins = "those weights" if self.manifest.initial_state else "its seed"
         yield from (
             "",
-            "The log of a run reproduces its model from its seed. This checks every round, computes the model a second"
+            f"The log of a run reproduces its model from {begins}. This checks every round, computes the model a second"
             " time, and ends with the state's digest if the run has had no round since:",
             "",
             f"    {typed('potluck', 'log', 'verify', line)}",

@@ -148,11 +148,11 @@ class StateRounds:
     """The rounds whose states are archived, by the log alone. Round r is one if since the one before there were
     STATE_ROUNDS rounds and payloads of STATE_COST times a state's bytes, and commit r + 1 has digests of all shards.
 
-    digests: of each of them, by shard; 0 is the first, whose state follows from the seed and has none here
+    digests: of each of them, by shard; 0 is the first, which has none if θ(0) follows from the seed
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        self.digests: dict[int, Mapping[str, str]] = {0: {}}
+        self.digests: dict[int, Mapping[str, str]] = {0: manifest.initial_digests}
         self._shards = frozenset(layout.shard_names(manifest.model))
         self._due_bytes = STATE_COST * state_bytes(manifest)
         self._bytes = 0
@@ -195,5 +195,5 @@ def archive_bytes(manifest: Manifest, round_bytes: int) -> int:
     """
     state, round_bytes = state_bytes(manifest), max(1, round_bytes)
     interval = max(STATE_ROUNDS, -(-STATE_COST * state // round_bytes))
-    states = min(3, manifest.rounds // interval)
+    states = min(3, manifest.rounds // interval + bool(manifest.initial_state))
     return states * state + min(manifest.rounds, 2 * interval + LATE_ROUNDS) * round_bytes

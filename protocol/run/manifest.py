@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -24,7 +24,7 @@ from protocol.errors import UsageError, shown
 from protocol.run import hosts, layout
 from protocol.run.layout import MAX_CONTEXT, ModelSpec
 from protocol.wire import bounds, framing
-from protocol.wire.schema import LATER, AtMost, SchemaError, Within, brief, build
+from protocol.wire.schema import LATER, AtMost, Digest, SchemaError, Within, brief, build
 
 TRAINING_SHARE = 0.8
 """Share of a round's deadline that replicas may train for: the rest is for their offers."""
@@ -300,6 +300,7 @@ class Manifest:
     license: the model's, as the Hugging Face hub writes it; empty: not said
     operators: ids of the bootstrap nodes; the first `quorum` decide first, the others are spares
     start_peers: ready peers for the first plan; checkpoint_rounds: rounds between checkpoints of a peer
+    initial_state: digests of θ(0) by shard, in canonical order; none: θ(0) follows from the seed
     """
 
     name: str
@@ -322,6 +323,7 @@ class Manifest:
     quorum: int = 1
     checkpoint_rounds: Annotated[int, Within(1, MAX_CHECKPOINT_ROUNDS)] = 10
     format: int = FORMAT
+    initial_state: tuple[Digest, ...] = field(default=(), metadata=LATER)
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
@@ -338,6 +340,10 @@ class Manifest:
             identity.public_key(operator)
         if self.train.sequence > self.model.context:
             raise ValueError("train.sequence must be at most model.context")
+        if self.initial_state and len(self.initial_state) != len(layout.shard_names(self.model)):
+            raise ValueError(
+                f"initial_state must have a digest of each of the model's {len(layout.shard_names(self.model))} shards"
+            )
         tokens, width = self.train.rows * self.train.sequence, self.model.written
         for name in (self.chains.forward, self.chains.backward):
             if not formats.fits(name, width):
@@ -360,6 +366,11 @@ class Manifest:
         """sha256 (hex) of the canonical form without `[hints]`. Later fields count only without their defaults."""
         return hashlib.sha256(self._canonical()).hexdigest()
 
+    @functools.cached_property
+    def initial_digests(self) -> Mapping[str, str]:
+        """Of θ(0), by shard; none if it follows from the seed."""
+        return dict(zip(layout.shard_names(self.model), self.initial_state, strict=False))
+
     @property
     def evaluated_sequences(self) -> int:
         """Held-out sequences measured: those of the manifest, or as many as cost about 2 % of a replica's time."""
@@ -368,7 +379,7 @@ class Manifest:
 
     @property
     def seed_bytes(self) -> bytes:
-        """The seed of θ(0) and of the data order."""
+        """The seed of the data order, and of θ(0) unless `initial_state` names that."""
         return b"potluck/" + str(self.seed).encode()
 
     def _canonical(self) -> bytes:

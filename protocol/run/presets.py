@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from protocol.run import layout
 from protocol.run.layout import ModelSpec
 
 TOKENS_PER_PARAMETER = 20
@@ -95,6 +96,11 @@ PRESETS = {
     ),
 }  # fmt: skip
 """By name."""
+
+
+def nearest(parameters: int) -> Preset:
+    """The preset whose model is nearest in size."""
+    return min(PRESETS.values(), key=lambda of: abs(math.log(layout.total_parameters(of.model) / parameters)))
 
 
 def rounds_for(parameters: int, tokens_a_second: float, round_seconds: float) -> int:

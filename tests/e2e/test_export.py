@@ -26,7 +26,7 @@ import torch
 
 from peer.cli import main, watch
 from peer.log import replay
-from peer.log.export import WEIGHTS
+from peer.log.model_folder import WEIGHTS
 from peer.training.model import Stage
 from peer.ui.text import harmless
 from protocol.run import layout

@@ -56,7 +56,11 @@ def test_it_says_if_llama_cpp_does_not_know_the_tokenizer(
     pre = GPT2 if known else pre_tokenizers.ByteLevel(add_prefix_space=True)
     Path("tokenizer.json").write_bytes(tokenizer(pre))
     assert potluck("init", "ours", "text.txt", "--rounds", 2, "--tokenizer", "tokenizer.json") == 0
-    assert ("llama.cpp has none like it" in capsys.readouterr().out) is not known
+    said = "llama.cpp has none like it: no GGUF, so no Ollama"
+    assert (said in capsys.readouterr().out) is not known
+    (at_home / "ours" / MANIFEST).unlink()
+    assert potluck("init", "ours", "--corpus", f"ours/{CORPUS}", "--rounds", 2) == 0
+    assert (said in capsys.readouterr().out) is not known, "of a corpus that is there, too"
 
 
 def test_it_is_made_again_where_it_was_interrupted(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:

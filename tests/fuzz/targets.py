@@ -639,7 +639,12 @@ def _use(found: manifests.Manifest) -> object:
     return "read"
 
 
-MANIFESTS = [MANIFEST, recipe.make_manifest(swarms.options(Path("unused"), chains=1, residual_width=8), "0" * 64)]
+WEIGHTS = dataclasses.replace(MANIFEST, initial_state=("0" * 64,) * len(layout.shard_names(MANIFEST.model)))
+MANIFESTS = [
+    MANIFEST,
+    WEIGHTS,
+    recipe.make_manifest(swarms.options(Path("unused"), chains=1, residual_width=8), "0" * 64),
+]
 
 # --- the DHT
 

@@ -24,7 +24,7 @@ from peer.log import reader, replay
 from peer.log.recompute import Recomputer, store_state
 from peer.net import directory
 from peer.net.base import Unreachable, Validate
-from peer.net.blobs import NO_ROUND
+from peer.net.blobs import NO_ROUND, BlobStore
 from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.net.stream import FrameStream
 from peer.state.outer_optimizer import Outer
@@ -38,6 +38,7 @@ from protocol.run.manifest import OuterSpec, TimingSpec
 from protocol.wire import endpoints
 from protocol.wire.commit import Part
 from tests.support import potluck, tiny
+from tests.support.chains import random_theta
 from tests.support.volunteers import Swarm, Volunteer, manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.virtual]
@@ -282,6 +283,33 @@ async def test_a_node_that_was_away_takes_what_is_kept_from_the_others_and_asks_
             assert (begun_at, done.problems) == (begin, [])
             said = [event.fields["text"] for event in heard if event.kind == "warning"]
             assert not [text for text in said if "payload" in text or "list of parts" in text]
+
+
+async def test_weights_to_begin_with_are_fetched_by_another_node_and_removed_like_any_older_state(
+    tmp_path: Path,
+) -> None:
+    operators = tuple(operator.peer_id for operator in tiny.OPERATORS[:2])
+    theta = random_theta(MODEL)
+    first = {shard: layout.shard_digest(theta[shard]) for shard in SHARDS}
+    store = BlobStore(tmp_path / "bootstrap" / "blobs")
+    for shard, digest in first.items():
+        store.put_of_no_round(layout.shard_pieces(theta[shard]), digest)
+    async with begun(tmp_path, operators=operators, initial_state=tuple(first.values())) as swarm:
+        assert swarm.archive.states.digests == {0: first}
+        async with other_node(swarm, tmp_path / "other") as (archive, _):
+            assert archive.lacks(0) == list(SHARDS)
+            await swarm.until(lambda: not archive.lacks(0) or archive.states.begin > 0)
+            begin = await pruned(swarm, archive)
+            assert not set(first.values()) & set(archive.blobs)
+            assert is_whole(archive)
+        assert begin > 0
+        await pruned(swarm, swarm.archive)
+        assert not set(first.values()) & set(swarm.archive.blobs)
+        newcomer = swarm.start("newcomer")
+        await swarm.until(lambda: bool(newcomer.rounds and newcomer.rounds.outer.theta))
+        assert 0 not in newcomer.bases.values()
+        begun_at, done = await verified(swarm, tmp_path / "bootstrap")
+        assert (begun_at > 0, done.problems) == (True, [])
 
 
 async def test_a_node_that_starts_again_has_what_it_had_and_its_log_says_how_far_back_it_replays(

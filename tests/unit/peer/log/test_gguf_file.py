@@ -18,7 +18,7 @@ import pytest
 import torch
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
-from peer.log import export, gguf_file
+from peer.log import export, gguf_file, model_folder
 from peer.net.disk import Disk
 from peer.state import tensor_file
 from peer.training.model import Stage
@@ -105,7 +105,7 @@ def test_its_tensors_and_numbers_are_the_models(name: str, tmp_path: Path) -> No
         assert not set(kept) & set(theirs.fields)
     else:
         assert tuple(map(field, kept)) == (scaling.rope_type, scaling.factor)
-    ours, _ = tensor_file.read(Disk(), folder / export.WEIGHTS)
+    ours, _ = tensor_file.read(Disk(), folder / model_folder.WEIGHTS)
     found = {tensor.name: tensor.data for tensor in theirs.tensors}
     assert ("output.weight" in found) != spec.tie_word_embeddings
     assert ("rope_freqs.weight" in found) == (name == "llama3")

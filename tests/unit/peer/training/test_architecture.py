@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from peer.cli.model import Choice, replayed
-from peer.log import export
+from peer.log import export, model_folder
 from peer.log.replay import State
 from peer.net.disk import Disk
 from peer.state import tensor_file
@@ -129,20 +129,20 @@ def written(spec: ModelSpec, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"),
+    ("name", "shape", "reason"),
     [
-        ("model.embed_tokens.weight", (5,)),
-        ("model.layers.0.self_attn.o_proj.weight", ()),
-        ("model.layers.1.mlp.down_proj.weight", (SPEC.d_model, SPEC.d_ff)),  # writes all columns
+        ("model.embed_tokens.weight", (5,), "has the shape"),
+        ("model.layers.0.self_attn.o_proj.weight", (), "has the shape"),
+        ("model.layers.1.mlp.down_proj.weight", (SPEC.d_model, SPEC.d_ff), "writes more than the first 24 columns"),
     ],
 )
 def test_an_export_that_is_no_model_of_its_residual_width_is_refused(
-    name: str, shape: tuple[int, ...], folder: Path
+    name: str, shape: tuple[int, ...], reason: str, folder: Path
 ) -> None:
-    path = written(spec_of("narrow"), folder) / export.WEIGHTS
+    path = written(spec_of("narrow"), folder) / model_folder.WEIGHTS
     tensors, about = tensor_file.read(Disk(), path)
     Disk().write(path, *tensor_file.pieces({**tensors, name: np.ones(shape, np.float32)}, about))
-    with pytest.raises(UsageError, match="is not as potluck export writes it"):
+    with pytest.raises(UsageError, match=f"{name}: {reason}"):
         export.read(folder, Disk(), lambda spec: in_memory)
 
 
@@ -190,9 +190,9 @@ def test_what_was_exported_is_read_again(name: str, folder: Path) -> None:
     for shard, arrays in random_theta(spec).items():
         for a, b in zip(arrays, back.theta[shard], strict=True):
             np.testing.assert_array_equal(a, b)
-    path = folder / export.CONFIG
+    path = folder / model_folder.CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_key_value_heads": 3}))
-    with pytest.raises(UsageError, match="is not as potluck export writes it"):
+    with pytest.raises(UsageError, match="num_key_value_heads must divide n_heads"):
         export.read(folder, Disk(), lambda _: in_memory)
 
 
@@ -211,7 +211,7 @@ def test_the_log_a_full_replica_and_a_chains_members_give_the_same_files(name: s
         found = asyncio.run(replayed(Choice(str(swarm.folder / "node-0"), None, checkpoints), Progress()))
         export.write(found.manifest, found.state, found.tokenizer, tmp_path / f"model-{len(made)}", Disk())
         made.append({path.name: path.read_bytes() for path in (tmp_path / f"model-{len(made)}").iterdir()})
-    assert export.WEIGHTS in made[0]
+    assert model_folder.WEIGHTS in made[0]
     assert made[0] == made[1] == made[2]
 
 

@@ -13,6 +13,7 @@ from markdown_it import MarkdownIt
 
 from peer.ui.model_card import CARD, MOST_CONTRIBUTORS, MOST_POINTS, PICTURE, Card, History
 from protocol.identity import Identity, short_peer
+from protocol.run import layout
 from protocol.run.manifest import DataSpec, Manifest
 from protocol.wire.claims import Evaluation
 from protocol.wire.decree import CLOSE
@@ -179,3 +180,15 @@ def test_a_decree_that_closes_a_run_is_heard_though_the_model_is_of_an_earlier_r
     assert told.is_open
     told.add(tiny.commit(tiny.manifest(), round=4, time=1e6, decrees=1, decree=signed(decree(CLOSE), tiny.OPERATOR)))
     assert not told.is_open
+
+
+def test_it_says_which_weights_the_run_went_on_from() -> None:
+    new = tiny.manifest()
+    digests = {shard: tiny.digest(shard) for shard in layout.shard_names(new.model)}
+    said = text(card(tiny.manifest(initial_state=tuple(digests.values()))))
+    assert (
+        f"A language model that went on from weights (state `{layout.state_digest(new.model, digests)}`) with" in said
+    )
+    assert "reproduces its model from those weights." in said
+    assert "was pre-trained from scratch with Potluck" in text(card(new))
+    assert "reproduces its model from its seed." in text(card(new))

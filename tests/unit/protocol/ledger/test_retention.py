@@ -200,6 +200,16 @@ def test_a_state_is_archived_once_the_payloads_since_have_eight_times_its_bytes(
         assert list(followed([size] * 40)[-1].digests) == [0, 8, 16, 24, 32]
 
 
+def test_weights_that_the_run_begins_with_are_its_first_archived_state() -> None:
+    run = dataclasses.replace(RUN, initial_state=tuple(map(tiny.digest, SHARDS)))
+    state = retention.state_bytes(run)
+    found = followed([state] * 20, run)
+    assert found[0].digests == {0: ALL}
+    assert [states.begin for states in found[16:18]] == [0, 8], "then they go, as any state that is older"
+    small = dataclasses.replace(run, rounds=4)
+    assert retention.archive_bytes(small, 1) - retention.archive_bytes(dataclasses.replace(RUN, rounds=4), 1) == state
+
+
 def test_a_state_without_all_digests_is_not_archived_and_the_next_one_is() -> None:
     state = retention.state_bytes(RUN)
     found = followed([state] * 20, without=(9, 10, 11))

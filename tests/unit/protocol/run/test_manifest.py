@@ -63,6 +63,25 @@ def test_the_run_id_is_frozen() -> None:
     assert tiny.manifest().run_id == FROZEN
 
 
+def test_the_digests_of_weights_to_begin_with_are_part_of_the_run() -> None:
+    base, shards = tiny.manifest(), layout.shard_names(tiny.manifest().model)
+    names = tuple(tiny.digest(shard) for shard in shards)
+    made = tiny.manifest(initial_state=names)
+    assert from_toml(to_toml(made).encode(), "t") == from_bytes(made.to_bytes(), "b") == made
+    assert made.initial_digests == dict(zip(shards, names, strict=True))
+    assert base.initial_digests == {}
+    assert len({base.run_id, made.run_id, tiny.manifest(initial_state=names[::-1]).run_id}) == 3
+
+    def refusal(*given: str) -> str:
+        return _refusal(
+            to_toml(base).replace("format = 1", f"format = 1\ninitial_state = {json.dumps(given)}").encode()
+        )
+
+    assert "initial_state must have a digest of each of the model's 6 shards" in refusal(*names[1:])
+    assert "initial_state[1]: must be a digest of 32 bytes" in refusal(names[0], "x", *names[2:])
+    assert "initial_state[0]: must be a digest of 32 bytes" in refusal(names[0].upper(), *names[1:])
+
+
 def test_every_field_but_the_hints_is_in_the_run_id() -> None:
     base = tiny.manifest()
     changed = {
@@ -75,6 +94,7 @@ def test_every_field_but_the_hints_is_in_the_run_id() -> None:
         "chains": dataclasses.replace(base.chains, forward="bf16"),
         "data": dataclasses.replace(base.data, corpus="1" * 64),
         "tokenizer": dataclasses.replace(base.tokenizer, digest="1" * 64),
+        "initial_state": ("1" * 64,) * len(layout.shard_names(base.model)),
     }  # fmt: skip
     ids = {tiny.manifest(**{field: value}).run_id for field, value in changed.items()}
     assert len(ids | {base.run_id}) == len(changed) + 1
