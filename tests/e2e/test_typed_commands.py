@@ -36,6 +36,7 @@ ELSEWHERE = {
     "potluck join LINE": "tests/hostile/test_invitations.py",
     "potluck eval demo-run/bootstrap --tasks hellaswag,arc_easy": "tests/e2e/test_export.py",
     "potluck export demo-model --push OWNER/NAME": "tests/unit/peer/cli/test_export_command.py",
+    "potluck init my-run text/*.parquet --from demo-model": "tests/e2e/test_from.py",
     "potluck bootstrap my-run.toml --corpus corpus --dir my-node --port 4001 --initial-peer ADDRESS": PROCESSES,
     'potluck run appoint ADDRESS LINE LINE LINE --reason "three more"': APPOINTED,
     "potluck run quorum ADDRESS 4": APPOINTED,

@@ -386,7 +386,7 @@ SEALED_RECORDS = [
 
 LOOP = asyncio.new_event_loop()
 BLOB = bytes(range(256)) * 4
-BLOB_NAME = blob_hash.name_of(BLOB)
+BLOB_NAME, PIECE = blob_hash.name_of(BLOB), len(BLOB) + 1
 
 
 class _FakeTransport:
@@ -441,7 +441,7 @@ def blob_request(raw: bytes) -> object:
 def blob_reply(raw: bytes) -> object:
     """What another peer answers: frames of at most 700 bytes, the first as long as the first byte says."""
     first = raw[:1] + b"\0"
-    frames = [raw[1 : 1 + first[0]], *(raw[i : i + 1024] for i in range(1 + first[0], len(raw), 1024))]
+    frames = [raw[1 : 1 + first[0]], *(raw[i : i + PIECE] for i in range(1 + first[0], len(raw), PIECE))]
     store = _store("fetched")
 
     async def fetch() -> None:
@@ -473,7 +473,7 @@ def change_blob_reply(rng: Any, raw: bytes, others: Sequence[bytes]) -> bytes:
     if rng.random() < 0.5:
         return change_bytes(rng, raw, others)
     first = change_msgpack(rng, raw[1 : 1 + raw[0]] if raw else b"", BLOB_REQUESTS)[:255]
-    return bytes([len(first)]) + first + BLOB
+    return bytes([len(first)]) + first + compression.pack(BLOB, compression.RAW)
 
 
 def packed_piece(raw: bytes) -> object:

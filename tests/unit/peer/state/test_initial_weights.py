@@ -51,7 +51,7 @@ async def test_peers_with_empty_folders_begin_with_the_weights_that_the_manifest
         await to(swarm, rounds, 1)
         for peer in peers:
             assert peer.bases == dict.fromkeys(SHARDS, 0)
-            assert peer.received >= sum(layout.shard_bytes(MODEL, shard) for shard in SHARDS)
+            assert peer.received > 0.75 * sum(layout.shard_bytes(MODEL, shard) for shard in SHARDS), "compressed"
         await to(swarm, rounds, 4)
         assert swarm.archive.commits[1].digests == DIGESTS, "what they attested"
         for peer in peers:
