@@ -21,7 +21,7 @@ from peer.corpus.text import Text
 from peer.events import Emitter, Event
 from peer.log.recompute import Recomputer, store_state
 from peer.net import directory
-from peer.net.base import Transport, Validate
+from peer.net.base import Clock, Transport, Validate
 from peer.net.disk import Disk, Piece
 from peer.net.memory import MemoryNetwork
 from peer.node.audit import held_out_text
@@ -203,7 +203,9 @@ class Swarm:
 
         return hear
 
-    def start(self, name: str, memory: int | None = None, limit: int | None = None, **config: Any) -> Volunteer:
+    def start(
+        self, name: str, memory: int | None = None, limit: int | None = None, clock: Clock | None = None, **config: Any
+    ) -> Volunteer:
         """Starts a peer in its folder, which may have been used before."""
         who = identity_of(name)
         transport = self.network.transport(who.peer_id, directory.valid_record(self.manifest.run_id))
@@ -216,7 +218,7 @@ class Swarm:
             **{"up_bps": 10**8, "down_bps": 10**8, **config},
         )
         emit = Emitter(who.peer_id, self._hear(events))
-        made = Factories(text=self.text, inner_loop=self.inner_loop)
+        made = Factories(text=self.text, inner_loop=self.inner_loop, clock=clock or Clock())
         peer = Peer(self.manifest, who, transport, storage, machine, emit, made)
         task = asyncio.create_task(peer.run())
         task.add_done_callback(lambda _: self._happened.set())

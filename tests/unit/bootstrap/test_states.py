@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from peer.events import Emitter, Event
 from peer.log import reader, replay
 from peer.log.recompute import Recomputer, store_state
 from peer.net import directory
-from peer.net.base import Unreachable, Validate
+from peer.net.base import Clock, Unreachable, Validate
 from peer.net.blobs import NO_ROUND, BlobStore
 from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.net.stream import FrameStream
@@ -180,9 +181,10 @@ def whole_feedback(swarm: Swarm, peer: Volunteer) -> Outer:
 async def test_a_peer_whose_payloads_are_gone_while_it_waits_for_them_takes_a_newer_state_and_keeps_its_feedback(
     tmp_path: Path,
 ) -> None:
-    # more peers: the payloads are gone before it looks for a cheaper state again
-    async with begun(tmp_path, (*PEERS, *"efgh")) as swarm:
-        victim, goes_on = swarm.start("victim", limit=1), asyncio.Event()
+    stopped: list[float] = []  # for it no minute passes, after which it looks for a cheaper state again
+    clock = Clock(steady=lambda: stopped[0] if stopped else time.monotonic())
+    async with begun(tmp_path) as swarm:
+        victim, goes_on = swarm.start("victim", limit=1, clock=clock), asyncio.Event()
 
         async def hold(peer: str, round: int) -> None:
             if peer == victim.id and round > 6:
@@ -190,6 +192,7 @@ async def test_a_peer_whose_payloads_are_gone_while_it_waits_for_them_takes_a_ne
 
         swarm.hold = hold
         await swarm.until(lambda: bool(victim.rounds and victim.rounds.offer and victim.rounds.offer.round >= 5))
+        stopped.append(time.monotonic())
         stuck, offer, outer = victim.rounds.member.applied, victim.rounds.offer, victim.rounds.outer
         line = victim.transport
         assert isinstance(line, Line)
@@ -201,6 +204,7 @@ async def test_a_peer_whose_payloads_are_gone_while_it_waits_for_them_takes_a_ne
         await swarm.until(lambda: victim.rounds.member.applied > stuck)
         begin = swarm.archive.states.begin
         assert begin > stuck, "it waited as long as they were kept"
+        stopped.clear()
         if not swarm.archive.commits[offer.round].includes(victim.id, part_lists.root_of(offer.parts)):
             for part in offer.parts:
                 before.restore_feedback(part.shard, victim.storage.own_payload(offer, part))
