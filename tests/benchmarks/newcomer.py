@@ -35,7 +35,7 @@ from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
 from peer.events import Emitter, Event
 from peer.net import directory, keyfile, p2p
-from peer.net.base import Handler, Stream, Transport
+from peer.net.base import Handler, Stream, Transport, Unreachable
 from peer.node.audit import held_out_text
 from peer.node.peer import Factories, Peer
 from peer.state.outer_optimizer import Outer
@@ -261,12 +261,15 @@ async def join(name: str, folder: Path, address: str) -> None:
     path.mkdir(exist_ok=True)
     (path / "identity.key").write_bytes(identity(name).libp2p_bytes())
     storage = Storage(path, 4 << 30)
-    transport = await p2p.start(
-        path / "identity.key",
-        host="127.0.0.1",
-        bootstrap=[address],
-        validate=directory.valid_record(manifest().run_id),
-    )
+    while True:
+        with contextlib.suppress(Unreachable):  # right after a kill; `potluck join` tries again, too
+            transport = await p2p.start(
+                path / "identity.key",
+                host="127.0.0.1",
+                bootstrap=[address],
+                validate=directory.valid_record(manifest().run_id),
+            )
+            break
     machine = machines.machine(path, 1 << 40, nodes=[address], up_bps=10**9, down_bps=10**9)
     emit = Emitter(name, hear)
     made = Factories(text=held_out_text, inner_loop=inner_loop)

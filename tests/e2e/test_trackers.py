@@ -46,7 +46,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
         swarm.start_all("a")
         before = swarm.wait(NODE, lambda e: e.kind == "commit" and bool(e.fields["evaluations"]), "a held-out loss")
         seen = before.fields["round"]
-        for rounds, ends in ((seen + 1, subprocess.Popen.kill), (seen + 3, subprocess.Popen.terminate)):
+        for rounds, ends in ((seen + 1, subprocess.Popen.kill), (seen + 4, subprocess.Popen.terminate)):
             with monitor(swarm.addresses[0], folder) as process:
                 assert process.stdout is not None
                 for line in process.stdout:
