@@ -28,7 +28,7 @@ test: setup
 # Most of `e2e`, `faults` and `hostile` wait for real time to pass, so more of them run beside each other than there are cores. What waits
 # longest comes first; what only computes, and fills the cores whenever others wait, last.
 test-all: setup
-	$(MAKE) -j6 --output-sync=target lint faults hostile e2e-3 e2e-2 e2e-4 unit-1 unit-2 e2e-1 sim types contracts
+	$(MAKE) -j5 --output-sync=target lint faults hostile e2e-3 e2e-2 e2e-4 unit-2 e2e-1 unit-1 sim types contracts
 
 lint: setup
 	$(BIN)/ruff format --check .
