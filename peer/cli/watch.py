@@ -22,7 +22,7 @@ from peer.cli import running
 from peer.cli.options import with_options
 from peer.events import Event, Sink
 from peer.log import reader
-from peer.net import keyfile
+from peer.net import keyfile, processes
 from peer.node.open_run import KEY, here, parse_run, read_manifest
 from peer.ui import metrics, trackers, web
 from peer.ui.monitor import Monitor, Replay
@@ -255,10 +255,10 @@ class Sampler:
         return web.answer(JSON, json.dumps({"written": written.removeprefix(harmless(text)).rstrip("\n")}))
 
     def _continued(self, text: str) -> str | None:
-        command = [sys.executable, "-m", "peer.cli", "sample", str(self._folder), f"--prompt={text}"]
+        command = [*processes.own_group_command(), sys.executable, "-m", "peer.cli", "sample", str(self._folder)]
         try:
             done = subprocess.run(
-                [*command, f"--tokens={SAMPLE_TOKENS}"],
+                [*command, f"--prompt={text}", f"--tokens={SAMPLE_TOKENS}"],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 timeout=SAMPLE_SECONDS,
