@@ -49,7 +49,7 @@ WARM_UP_SHARE = 0.03
 MOST_EPOCHS = 1000
 """Of a run's text. The value of epoch n falls as exp(-n / 15.4) (Muennighoff et al., 2023, arXiv:2305.16264)."""
 DEFAULT = "tiny"
-"""The preset of who names none."""
+"""The preset without --preset."""
 MOST_ROUNDS, MOST_PEERS, MOST_SEED = 10**9, 10**6, 2**63 - 1
 """Limits of the options; TOML has no larger whole numbers than the last."""
 FEW_HELD_OUT_SEQUENCES = 8

@@ -240,7 +240,7 @@ class Sampler:
     def __call__(self, query: str) -> web.Answer:
         text = parse_qs(query, errors="replace").get("text", [""])[0][:SAMPLE_CHARACTERS].replace("\0", "")
         if not self._lock.acquire(blocking=False):
-            return _refused("It writes for somebody else just now; try again in a moment.")
+            return _refused("It writes for another visitor just now; try again in a moment.")
         try:
             began = time.monotonic()
             if began < self._free_at:

@@ -249,13 +249,7 @@ class BlobServer:
             raise MessageError(peer, f"blobs for {short_peer(peer)}: asks for no place; it was closed")
         if self._text is None:
             return await _say(stream, "absent")
-        text = self._text
-
-        def read() -> tuple[int, bytes]:
-            data = text.read(place)
-            return len(data), self._packed(place.name, data) if data else b""
-
-        length, data = await asyncio.to_thread(read)
+        data = await asyncio.to_thread(self._text.read, place)
         coming = None if data else self._text.coming(place, peer, _named_by(request))
         if not data and coming is None:
             return await _say(stream, "absent")
@@ -269,13 +263,14 @@ class BlobServer:
         sent = 0
         try:
             if coming is not None and await self._arrives(stream, coming):
-                length, data = await asyncio.to_thread(read)
+                data = await asyncio.to_thread(self._text.read, place)
             if not data:
                 return await _say(stream, "absent")
             await _say(stream, "here")
-            await self.uplink.turn(peer, len(data))
-            await stream.send(data)
-            sent = length
+            packed = await asyncio.to_thread(self._packed, place.name, data)
+            await self.uplink.turn(peer, len(packed))
+            await stream.send(packed)
+            sent = len(data)
         finally:
             self._texts.done(key, size, peer, sent)
 
