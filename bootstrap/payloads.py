@@ -29,7 +29,6 @@ from protocol.ledger.part_lists import Parts
 from protocol.quorum import paxos_events
 from protocol.round import comparing, leader_events
 from protocol.round.comparing import Notes
-from protocol.run import layout
 from protocol.wire.commit import Commit, Part, Share
 from protocol.wire.session import Withdraw
 
@@ -75,7 +74,7 @@ class Payloads:
 
     async def fetch_state(self, shard: str, digest: str) -> None:
         """Fetches a state of a shard from the other operators' nodes. Raises RemoteError, UsageError."""
-        size, nodes = layout.shard_bytes(self._manifest.model, shard), self._asked(())
+        size, nodes = self._manifest.state_bytes(shard), self._asked(())
         with self._busy(digest):
             await self.fetcher.fetch(digest, size, nodes, round=NO_ROUND)
 

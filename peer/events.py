@@ -605,7 +605,7 @@ def found(manifest: Manifest) -> Found:
         parameters=manifests.parameters(manifest),
         round_seconds=seconds,
         probation=manifest.admission.probation if manifest.admission.is_open else 0,
-        state_bytes=12 * manifests.parameters(manifest),
+        state_bytes=(16 if manifest.outer.has_momentum else 12) * manifests.parameters(manifest),
         state_seconds=manifest.checkpoint_rounds * seconds,
         sent_a_day=int(part_lists.largest_update(manifest) * 86400 / seconds),
         measuring=evaluating + manifest.judging.score_share,

@@ -25,7 +25,7 @@ from protocol.ledger import part_lists, retention, schedule
 from protocol.planning import memory
 from protocol.planning.budget import Budget, holds_whole
 from protocol.planning.partition import Candidate, candidate
-from protocol.run import corpus, layout
+from protocol.run import corpus
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import NODE_DEVICE, REACHABLE, Announcement
 from protocol.wire.commit import Commit
@@ -317,7 +317,7 @@ def part_lines(known: Known, announced: Announcement) -> Iterator[str]:
     first, last = replica.ranges[replica.members.index(own.peer)]
     whole = len(replica.members) == 1
     part = "a full replica" if whole else f"{blocks(first, last)} of a chain of {len(replica.members)}"
-    state = sum(layout.shard_bytes(manifest.model, shard) for shard in memory.stage_shards(manifest, first, last))
+    state = sum(map(manifest.state_bytes, memory.stage_shards(manifest, first, last)))
     took = duration(8 * state / max(own.down_bps, 1))
     fetches = f"it would fetch {size(state)} of state first ({took} at its bandwidth)"
     if not own.speed_flops:

@@ -163,7 +163,7 @@ def _tensors(spec: ModelSpec, theta: Shards) -> dict[str, Array]:
     return {
         name: array
         for shard in layout.shard_names(spec)
-        for (name, _), array in zip(layout.tensors(spec, shard), theta[shard], strict=True)
+        for (name, _), array in zip(layout.tensors(spec, shard), theta[shard], strict=False)
     }
 
 

@@ -51,15 +51,14 @@ def store_state(
 
     Raises UsageError.
     """
-    spec, outer = manifest.model, manifest.outer
     empty = functools.partial(blobs.disk.arrays, blobs.folder.parent)
-    small = layout.shard_bytes(spec, shard) <= MOST_BYTES
-    replay = Outer(spec, outer.codec, outer.beta, outer.eta, empty=in_memory if small else empty)
+    small = manifest.state_bytes(shard) <= MOST_BYTES
+    replay = Outer.of(manifest, empty=in_memory if small else empty)
     name = _name_of(manifest, commits, shard, after)
     if name is None:
-        replay.theta[shard] = init.initial_shard(spec, manifest.seed_bytes, shard, empty=replay.empty)
+        replay.theta[shard] = init.initial_state(manifest, shard, empty=replay.empty)
     else:
-        replay.theta[shard] = replay.empty(layout.shapes(spec, shard))
+        replay.theta[shard] = replay.empty(manifest.state_shapes(shard))
         blob = blobs.find(name)
         try:
             if blob is None:
@@ -114,10 +113,10 @@ class Recomputer:
             return self._known.get((shard, round))
 
     def _compute(self, shard: str, round: int) -> str | None:
-        spec, outer = self._manifest.model, self._manifest.outer
-        if round < 0 or shard not in layout.shard_names(spec) or layout.shard_bytes(spec, shard) > MOST_BYTES:
+        manifest = self._manifest
+        if round < 0 or shard not in layout.shard_names(manifest.model) or manifest.state_bytes(shard) > MOST_BYTES:
             return None
-        replay, (after, state) = Outer(spec, outer.codec, outer.beta, outer.eta), self._kept.pop(shard, (-1, []))
+        replay, (after, state) = Outer.of(manifest), self._kept.pop(shard, (-1, []))
         stored = self._newest_state(round)
         if not stored <= after <= round:
             if (begun := self._begin(shard, stored)) is None:
@@ -138,13 +137,13 @@ class Recomputer:
 
     def _keep(self, shard: str, round: int, state: list[NDArray[np.float32]]) -> None:
         self._kept[shard] = round, state
-        while sum(layout.shard_bytes(self._manifest.model, each) for each in self._kept) > MOST_BYTES:
+        while sum(map(self._manifest.state_bytes, self._kept)) > MOST_BYTES:
             del self._kept[next(iter(self._kept))]
 
     def _is_cheap(self, shard: str, after: int, round: int) -> bool:
         spec = self._manifest.model
         portion = layout.parameters(spec, shard) / layout.total_parameters(spec)
-        left: float = self._most_work - (round - after) * (layout.shard_bytes(spec, shard) + ROUND_WORK)
+        left: float = self._most_work - (round - after) * (self._manifest.state_bytes(shard) + ROUND_WORK)
         for each in range(after + 1, round + 1):
             if left < 0:
                 break
@@ -153,13 +152,12 @@ class Recomputer:
 
     def _begin(self, shard: str, after: int) -> tuple[int, list[NDArray[np.float32]]] | None:
         """The round of a shard's state that is stored or follows from the seed, `after` or 0, and the state."""
-        spec = self._manifest.model
         for round in (after, 0):
             name = _name_of(self._manifest, self._commits, shard, round)
             if name is None:
-                return 0, init.initial_shard(spec, self._manifest.seed_bytes, shard)
+                return 0, init.initial_state(self._manifest, shard)
             if (raw := self._get(name)) is not None:
-                state = in_memory(layout.shapes(spec, shard))
+                state = in_memory(self._manifest.state_shapes(shard))
                 tensor_file.fill(io.BytesIO(raw), state)
                 return round, state
         return None

@@ -59,7 +59,7 @@ class State:
 def _initial(manifest: Manifest, empty: Empty = in_memory) -> Shards:
     """θ(0) from the seed; empty where the manifest names another."""
     names = () if manifest.initial_state else layout.shard_names(manifest.model)
-    return {shard: init.initial_shard(manifest.model, manifest.seed_bytes, shard, empty=empty) for shard in names}
+    return {shard: init.initial_state(manifest, shard, empty=empty) for shard in names}
 
 
 def replay(manifest: Manifest, commits: Sequence[Commit], payload: Callable[[str], bytes | None]) -> Iterator[State]:
@@ -68,7 +68,7 @@ def replay(manifest: Manifest, commits: Sequence[Commit], payload: Callable[[str
     commits: from round 0 on, without gaps.
     payload: payloads and lists of parts by name. Raises LocalError for a missing one.
     """
-    outer = Outer(manifest.model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta)
+    outer = Outer.of(manifest)
     shards = layout.shard_names(manifest.model)
 
     def wanted(round: int, name: str) -> bytes:
@@ -126,7 +126,7 @@ async def archived_state(
     theta = Shards()
     try:
         for shard, digest in known.digests.items():
-            raw = await source.payload(digest, layout.shard_bytes(manifest.model, shard))
+            raw = await source.payload(digest, manifest.state_bytes(shard))
             theta[shard] = await asyncio.to_thread(_read_shard, manifest, shard, digest, raw, empty)
     except (BadPayload, RemoteError):
         return None
@@ -135,9 +135,9 @@ async def archived_state(
 
 def _read_shard(manifest: Manifest, shard: str, digest: str, raw: bytes, empty: Empty) -> list[NDArray[np.float32]]:
     """The tensors of a shard with this digest. Raises BadPayload unless these are its bytes."""
-    if len(raw) != layout.shard_bytes(manifest.model, shard) or blob_hash.name_of(raw) != digest:
+    if len(raw) != manifest.state_bytes(shard) or blob_hash.name_of(raw) != digest:
         raise BadPayload("its bytes are not those of its digest")
-    arrays = empty(layout.shapes(manifest.model, shard))
+    arrays = empty(manifest.state_shapes(shard))
     tensor_file.fill(io.BytesIO(raw), arrays)
     return arrays
 
@@ -193,7 +193,7 @@ async def verify(
     its state is not the attested one. Raises what `records` raises, except BadCommit.
     """
     done = Verification()
-    outer = Outer(manifest.model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta, empty=empty)
+    outer = Outer.of(manifest, empty=empty)
     outer.theta = dict(start.theta) if start else await asyncio.to_thread(_initial, manifest, empty)
     replayed = start.round if start else -1
     kept, state = _Kept(payload), run_state.begin(manifest)
@@ -395,7 +395,7 @@ def start_from(manifest: Manifest, folder: Path, empty: Empty = in_memory) -> St
     round, theta = read_theta(folder, empty)
     names = layout.shard_names(manifest.model)
     for shard, arrays in theta.items():
-        fits = shard in names and tuple(a.shape for a in arrays) == layout.shapes(manifest.model, shard)
+        fits = shard in names and tuple(a.shape for a in arrays) == manifest.state_shapes(shard)
         if not fits or any(a.dtype != np.float32 for a in arrays):
             raise UsageError(f"checkpoint {folder}: {shown(shard)} is not of the run's model; give one of this run")
     return State(round, theta, {})

@@ -83,8 +83,7 @@ class Rounds:
     def __post_init__(self, restored: Checkpoint | None) -> None:
         manifest, peer, storage = self.manifest, self.peer, self.storage
         self._clock = self.network.clock
-        codec, beta, eta = manifest.outer.codec, manifest.outer.beta, manifest.outer.eta
-        self.outer = Outer(manifest.model, codec, beta, eta, self.threads, storage.empty, self.abreast)
+        self.outer = Outer.of(manifest, self.threads, storage.empty, self.abreast)
         if restored is not None:
             self.outer.theta = dict(restored.theta)
         found = storage.load_feedback()

@@ -301,5 +301,5 @@ class Training:
     def _ahead(self, plan: Plan, theta: Shards) -> Shards:
         """b of a round whose predecessor is not decided; `theta`: the state before that one."""
         trained = retention.trained_shards(self.manifest, plan, self.peer)
-        moved = {s: zip(theta[s], difference(self.inner_loop.displacement(s)), strict=True) for s in trained}
+        moved = {s: zip(theta[s], difference(self.inner_loop.displacement(s)), strict=False) for s in trained}
         return theta | {s: [t - d for t, d in pairs] for s, pairs in moved.items()}

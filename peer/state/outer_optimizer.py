@@ -8,6 +8,14 @@ For every shard (algorithm 1 of SparseLoCo; Eq. 2 of Heterogeneous Low-Bandwidth
     e    = β e, and 0 where sent         sent, but a crash took δ               without_delta
     θ   -= η Σ_m w_m sent_m              in the order of the commit             apply
 
+With Nesterov momentum (DiLoCo, arXiv:2311.08105, as torch.optim.SGD computes it) `apply` is, g = Σ_m w_m sent_m,
+
+    v    = μ (v + g)                     v = μ m, of the usual buffer m = μ m + g
+    θ    = (θ - η g) - η v
+
+and v, 0 at first, is state like θ: it lies behind θ's tensors in each shard, so digests, checkpoints, transfers and
+replays have it.
+
 All arithmetic is fp32 in numpy, one operation at a time and in a stated order, so θ is bit for bit the same everywhere.
 Nothing is lost: for every replica, Σ_r β^(R-r) committed_r + e_R = Σ_r β^(R-r) δ_r, up to fp32 rounding.
 `without_delta` keeps this after a crash between an offer and the saving of e.
@@ -30,6 +38,7 @@ from protocol.codec.topk import Empty, Kept, Map, in_memory
 from protocol.errors import LocalError
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
+from protocol.run.manifest import Manifest
 
 Array = npt.NDArray[np.float32]
 BLOCK = 1 << 16
@@ -45,11 +54,13 @@ leaves e unchanged, if a value is not finite."""
 class Outer:
     """The shards of θ and the error feedback of one peer.
 
-    theta: `apply` replaces its lists, so a reader of an old list sees a whole state.
+    theta: `apply` replaces its lists, so a reader of an old list sees a whole state. With a momentum each list has
+        twice as many arrays: θ's, then v's.
     feedback: e by shard (fp32, as theta's arrays); may outlive the holding of the shard.
     threads: that encode and apply. The bits do not depend on it, nor on `abreast`.
     empty: makes all arrays, in memory or in mapped files.
     abreast: shards whose next state `apply_all` makes at a time.
+    momentum: μ; 0: plain SGD.
     """
 
     def __init__(
@@ -61,6 +72,7 @@ class Outer:
         threads: int = 1,
         empty: Empty = in_memory,
         abreast: int = 1,
+        momentum: float = 0.0,
     ) -> None:
         self.threads = min(threads, MOST_THREADS)
         self.run: Map = map if threads == 1 else ThreadPoolExecutor(self.threads, "codec").map
@@ -70,8 +82,16 @@ class Outer:
         self.codec = codec
         self.beta = np.float32(beta)
         self.eta = np.float32(eta)
+        self.momentum = np.float32(momentum)
         self.theta: dict[str, list[Array]] = {}
         self.feedback: dict[str, list[Array]] = {}
+
+    @classmethod
+    def of(cls, manifest: Manifest, threads: int = 1, empty: Empty = in_memory, abreast: int = 1) -> Outer:
+        """That of a run."""
+        outer = manifest.outer
+        momentum = outer.momentum if outer.has_momentum else 0.0
+        return cls(manifest.model, outer.codec, outer.beta, outer.eta, threads, empty, abreast, momentum)
 
     def accumulate(self, shard: str, displacement: Sequence[tuple[Array, Array]]) -> None:
         """e = β e + δ, for each tensor δ = a - b of (a, b). Raises LocalError, and leaves e
@@ -142,13 +162,22 @@ class Outer:
         if not all(math.isfinite(weight) for weight, _ in contributions):
             raise ValueError(f"{shard}: a contribution's weight is not finite")
 
+        if not contributions:  # no step, of the momentum neither
+            return
+
         def empty(shapes: Sequence[tuple[int, ...]]) -> list[Array]:
             if scratch is None:
                 return self.empty(shapes)
             with self._taking:
                 return _taken(scratch, shapes, self.empty)
 
-        self.theta[shard] = sparse.apply(self.codec, held, contributions, self.eta, self.run, empty)
+        tensors = len(layout.shapes(self.spec, shard))
+        theta = sparse.apply(self.codec, held[:tensors], contributions, self.eta, self.run, empty)
+        momentum = held[tensors:]
+        if momentum:
+            momentum = sparse.apply(self.codec, momentum, contributions, np.float32(-1), self.run, empty)  # v + g
+            list(self.run(self._move, zip(theta, momentum, strict=True)))
+        self.theta[shard] = [*theta, *momentum]
         if scratch is not None:
             with self._taking:
                 scratch += [array for array in held if array.flags.writeable]
@@ -165,6 +194,13 @@ class Outer:
         else:
             with ThreadPoolExecutor(self._abreast, "apply") as pool:
                 list(pool.map(lambda shard: self.apply(shard, contributions[shard], scratch), contributions))
+
+    def _move(self, pair: tuple[Array, Array]) -> None:
+        """v = μ v and θ -= η v of a tensor, in place."""
+        scratch = np.empty(BLOCK, dtype=np.float32)
+        for theta, v in zip(*map(_blocks, pair), strict=True):
+            np.multiply(v, self.momentum, out=v)
+            np.subtract(theta, np.multiply(v, self.eta, out=scratch[: v.size]), out=theta)
 
     def digest(self, shard: str) -> str:
         return layout.shard_digest(self.theta[shard])

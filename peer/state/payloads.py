@@ -340,12 +340,12 @@ class Exchange:
     async def fetch_shard(self, shard: str, digest: str, holders: Sequence[str], all_asked: asyncio.Event) -> None:
         """Brings a state of a shard into the store from `holders`. It stays there until `drop_states`, for a restart.
         `all_asked`: as for `Fetcher.fetch`. Raises RemoteError."""
-        order, size = random.sample(holders, len(holders)), layout.shard_bytes(self.manifest.model, shard)
+        order, size = random.sample(holders, len(holders)), self.manifest.state_bytes(shard)
         await self._fetcher.fetch(digest, size, order, round=NO_ROUND, all_asked=all_asked, streams=STATE_STREAMS)
 
     async def read_shard(self, round: int, shard: str, digest: str) -> list[NDArray[np.float32]]:
         """The tensors of a fetched shard. Raises RemoteError."""
-        arrays = self._storage.empty(layout.shapes(self.manifest.model, shard))
+        arrays = self._storage.empty(self.manifest.state_shapes(shard))
         if not await asyncio.to_thread(self._read, digest, arrays):
             raise RemoteError(
                 "", f"{shard} of round {round}: its file was removed while it was read; it is tried again"

@@ -135,7 +135,7 @@ class Recovery:
         """
         found = self.bases(shard, round, await self.exchange.holders())
         found = [base for base in found if base.round == 0 or ours.get(base.round, {}).get(shard) == base.digest]
-        if found[0].cost > AGAIN_COST * layout.shard_bytes(self.manifest.model, shard):
+        if found[0].cost > AGAIN_COST * self.manifest.state_bytes(shard):
             return None
         with contextlib.suppress(PayloadsGone, CommitsWait):
             return (await self._build({shard: found}, round, set())).theta[shard]
@@ -147,10 +147,8 @@ class Recovery:
 
         failed: shards and rounds of bases that led nowhere; those found out are added
         """
-        outer, shards = self.outer, tuple(found)
-        target = Outer(
-            outer.spec, outer.codec, float(outer.beta), float(outer.eta), threads=outer.threads, empty=outer.empty
-        )
+        shards = tuple(found)
+        target = Outer.of(self.manifest, self.outer.threads, self.outer.empty)
         progress = _Progress(sum(found[shard][0].cost for shard in shards))
         async with self._reporting(round, progress):
             bases = await self._take_bases(target, found, round, progress, failed)
@@ -193,7 +191,7 @@ class Recovery:
     def is_long(self, shards: Sequence[str], applied: int, round: int) -> bool:
         """Returns whether the payloads from `applied` to `round` are more bytes than the shards themselves."""
         replay = sum(self.replay_bytes(shard, applied, round) for shard in shards)
-        return replay > sum(layout.shard_bytes(self.manifest.model, shard) for shard in shards)
+        return replay > sum(map(self.manifest.state_bytes, shards))
 
     async def is_shorter(self, shards: Sequence[str], applied: int, round: int) -> bool:
         """Returns whether a later state of these shards, which are held after `applied`, costs fewer bytes than their
@@ -236,7 +234,7 @@ class Recovery:
             if own.get(r, {}).get(shard) == digest:
                 found.append(Base(self.replay_bytes(shard, r, round), r, digest, None))
             elif others or store.has(digest):
-                size = 0 if store.has(digest) else layout.shard_bytes(self.manifest.model, shard)
+                size = 0 if store.has(digest) else self.manifest.state_bytes(shard)
                 found.append(Base(self.replay_bytes(shard, r, round) + size, r, digest, tuple(others)))
         return sorted(found, key=lambda base: (base.round < self.archived[0], base.cost, -base.round))
 
@@ -247,8 +245,7 @@ class Recovery:
         return self.log[round + 1].digests.get(shard) if round + 1 in self.log else None
 
     async def _find_bases(self, shards: Sequence[str], round: int) -> dict[str, list[Base]]:
-        spec = self.manifest.model
-        ask = any(2 * self.bases(shard, round, {})[0].cost > layout.shard_bytes(spec, shard) for shard in shards)
+        ask = any(2 * self.bases(shard, round, {})[0].cost > self.manifest.state_bytes(shard) for shard in shards)
         holders = await self.exchange.holders() if ask else {}
         return {shard: self.bases(shard, round, holders) for shard in shards}
 
@@ -282,9 +279,9 @@ class Recovery:
                     taken[shard] = base.round
                     if base.holders is None:
                         return shard, base.round
-                    progress.came += layout.shard_bytes(self.manifest.model, shard)
+                    progress.came += self.manifest.state_bytes(shard)
                     if await self._replay(target, shard, base.round, round):
-                        progress.came += max(0, base.cost - layout.shard_bytes(self.manifest.model, shard))
+                        progress.came += max(0, base.cost - self.manifest.state_bytes(shard))
                         return shard, round
                 failed.add((shard, base.round))
                 bases = self.bases(shard, round, await self.exchange.holders())  # a holder may have a newer one now
@@ -338,8 +335,7 @@ class Recovery:
             return None
 
     def _initial(self, shard: str) -> list[NDArray[np.float32]]:
-        spec, seed = self.manifest.model, self.manifest.seed_bytes
-        return init.initial_shard(spec, seed, shard, empty=self.outer.empty, run=self.outer.run)
+        return init.initial_state(self.manifest, shard, empty=self.outer.empty, run=self.outer.run)
 
 
 class WarmUp:

@@ -371,7 +371,7 @@ class Stage(nn.Module):
 
     @torch.no_grad()
     def load(self, theta: Theta, copy: Callable[[list[tuple[Tensor, np.ndarray]]], None] | None = None) -> None:
-        """Takes this stage's shards from `theta`. Raises KeyError.
+        """Takes this stage's shards from `theta`, whose lists may have more arrays behind. Raises KeyError.
 
         copy: writes arrays into parameters; None: one after the other.
         """
@@ -379,7 +379,7 @@ class Stage(nn.Module):
         pairs = [
             (held[name], array)
             for shard in self.shards
-            for (name, _), array in zip(layout.tensors(self.spec, shard), theta[shard], strict=True)
+            for (name, _), array in zip(layout.tensors(self.spec, shard), theta[shard], strict=False)
         ]
         if copy is not None:
             copy(pairs)
@@ -407,9 +407,8 @@ class Stage(nn.Module):
         """For each tensor in canonical order `theta`, as loaded, and this stage's values, which the next step
         changes."""
         held = {name: parameter.detach() for name, parameter in self.named_parameters()}
-        return [
-            (array, held[name]) for (name, _), array in zip(layout.tensors(self.spec, shard), theta[shard], strict=True)
-        ]
+        names = [name for name, _ in layout.tensors(self.spec, shard)]
+        return [(array, held[name]) for name, array in zip(names, theta[shard], strict=False)]
 
     def displacement(self, shard: str, theta: Theta) -> list[tuple[np.ndarray, np.ndarray]]:
         """`moved` on the host: (a, b) for each tensor, fp32, with the difference a - b."""

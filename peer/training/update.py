@@ -100,7 +100,9 @@ def tiles(x: Tensor, tiling: Tiling) -> Tensor:
 def select(x_TN: Tensor, keep: int) -> Tensor:
     """Indices [T, K] int16, ascending, of every tile's largest magnitudes; of equal ones the first; a value that is not
     finite is larger than all others."""
-    n = x_TN.shape[1]
+    T, n = x_TN.shape
+    if keep == n:
+        return torch.arange(n, dtype=torch.int16, device=x_TN.device).expand(T, n)
     key_TN = (x_TN.view(torch.int32) & _MAGNITUDE).to(torch.int64)
     key_TN <<= _PLACE
     key_TN |= torch.arange(n - 1, -1, -1, device=x_TN.device)

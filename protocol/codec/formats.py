@@ -10,19 +10,30 @@ from dataclasses import dataclass
 TILE_SIDE = 64
 TILE = TILE_SIDE * TILE_SIDE
 """The most elements of a tile (protocol/codec/topk.py)."""
-VALUES, INDICES = "sym2", "rice"
-"""The formats of an update's values and indices."""
+VALUES, INDICES = ("sym2", "int8", "fp32"), "rice"
+"""The formats of an update's values, the first the usual one, and of its indices."""
+DENSE = ("int8", "fp32")
+"""Formats of the values of all elements, without indices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Keep `topk` of every 4096 elements."""
+    """Keep `topk` of every 4096 elements, as `values`."""
 
     topk: int
+    values: str = VALUES[0]
 
     def __post_init__(self) -> None:
         if not 1 <= self.topk <= TILE:
             raise ValueError(f"topk must be in 1..{TILE}")
+        if self.values not in VALUES:
+            raise ValueError(f'values must be one of {", ".join(VALUES)}, not "{self.values}"')
+        if self.is_dense and self.topk != TILE:
+            raise ValueError(f"topk must be {TILE} where values is {self.values}, which sends every element")
+
+    @property
+    def is_dense(self) -> bool:
+        return self.values in DENSE
 
 
 FORMATS = ("bf16", "fp32", "int8", "int4", "tah4", "sym2")

@@ -17,6 +17,11 @@ of quotients (u32); then for each tensor its centroids lo, hi as fp32, and its s
 bands of tiles as have at most 2^16 n / k' elements, or one; it has the gaps' low bits, the codes, four to a byte, and
 the quotients. Bits fill a byte from the lowest, each field ends at a whole byte, and padding is 0. An update has one
 payload only, and `decode` refuses every other, so equal updates have equal digests.
+
+*Dense payloads* (`int8`, `fp32`) have every element, in tile order, and index format 0: no indices, lengths or
+centroids. `fp32`: the values, 0 without a sign. `int8`: for each segment the scale of every tile (fp32), then a signed
+byte an element: scale = max |x| / 127, 0 where that is subnormal, byte = x / scale, halves to even; the value is scale
+* byte, rounded to fp32.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ import functools
 import itertools
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -120,12 +125,13 @@ def unrice(low: Bytes, quotients: Bytes, n: int, k: int, sets: int) -> npt.NDArr
 
 _HEADER = struct.Struct("<3sBBBH")
 _MAGIC, _VERSION = b"PSp", 2
-_SYM2, _RICE = 1, 1  # the formats' numbers
+_NUMBERS = {"sym2": (1, 1), "int8": (2, 0), "fp32": (3, 0)}  # of the formats of values and indices
 _CENTROID_BYTES = 8
 _LENGTH = 4  # bytes of a segment's length of quotients
 SEGMENT = 1 << 16  # entries: part of the format
 BLOCK = 1 << 20  # elements that are summed up at a time
 _AS_IS = np.arange(4, dtype=np.float32)  # a table by which codes stand for themselves
+_MOST = 127  # magnitude of an int8
 _CODES = (np.arange(256)[:, None] >> np.arange(0, 8, 2)) & 3  # [256, 4]: the codes of a byte
 
 
@@ -157,8 +163,12 @@ def max_payload_size(codec: Codec, shapes: Sequence[Sequence[int]]) -> int:
 def _max_payload_size(codec: Codec, shapes: tuple[tuple[int, ...], ...]) -> int:
     size = _HEADER.size
     for shape in shapes:
+        parts = _segments(topk.tiling(tuple(shape), codec.topk))
+        if codec.is_dense:
+            size += sum(_dense_size(codec, part) for part in parts)
+            continue
         size += _CENTROID_BYTES
-        for part in _segments(topk.tiling(tuple(shape), codec.topk)):
+        for part in parts:
             size += sum(_fields(part)) + _LENGTH + _quotients(part)[1]
     return size
 
@@ -185,7 +195,7 @@ def _quotients(part: Tiling) -> tuple[int, int]:
 
 
 def _header(codec: Codec) -> bytes:
-    return _HEADER.pack(_MAGIC, _VERSION, _SYM2, _RICE, codec.topk)
+    return _HEADER.pack(_MAGIC, _VERSION, *_NUMBERS[codec.values], codec.topk)
 
 
 # --- to bytes
@@ -203,6 +213,8 @@ def encode(codec: Codec, arrays: Sequence[npt.NDArray[np.floating]], run: Map = 
 
 def pack(codec: Codec, tensors: Iterable[Kept], run: Map = map) -> bytes:
     """The payload of selected entries. Raises PayloadError if a value is not finite."""
+    if codec.is_dense:
+        return b"".join([_header(codec), *run(functools.partial(_dense, codec), tensors)])
     lengths, pieces = [], []
     for centroids, segments in run(_tensor, tensors):
         pieces.append(centroids)
@@ -214,11 +226,15 @@ def pack(codec: Codec, tensors: Iterable[Kept], run: Map = map) -> bytes:
 
 def _tensor(kept: Kept) -> tuple[bytes, list[list[bytes]]]:
     """Centroids of one tensor, and the fields of its segments."""
-    if not np.isfinite(kept.values).all():  # what is not finite is always among the largest
-        raise PayloadError("update: has values that are not finite; nothing can be sent of it")
+    _check_finite(kept)
     centroids, codes = quantize(kept.values)
     segments = [_written(kept, codes, part) for part in _segments(kept.tiling)]
     return centroids.astype("<f4").tobytes(), segments
+
+
+def _check_finite(kept: Kept) -> None:
+    if not np.isfinite(kept.values).all():  # what is not finite is always among the largest
+        raise PayloadError("update: has values that are not finite; nothing can be sent of it")
 
 
 def _written(kept: Kept, codes: Bytes, part: Tiling) -> list[bytes]:
@@ -233,8 +249,10 @@ def _written(kept: Kept, codes: Bytes, part: Tiling) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """One tensor of a payload: the values [4] that its codes stand for, and the bytes of its segments."""
+    """One tensor of a payload: the values [4] that its codes stand for, and the bytes of its segments. A dense one has
+    no table."""
 
+    codec: Codec
     table: Array
     segments: list[Bytes]
 
@@ -248,10 +266,9 @@ def decode(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memor
     result = [Sparse(np.empty(t.entries, dtype=np.int64), np.empty(t.entries, dtype=np.float32)) for t in tilings]
 
     def job(place: _Place) -> None:
-        raw, table = opened[place.number].segments[place.segment], opened[place.number].table
         part, sent = place.part, result[place.number]
         here = slice(part.first * part.keep, (part.first + part.tiles) * part.keep)
-        index_SK, values_SK = _read(part, place.number, table, raw, np.float32(1))
+        index_SK, values_SK = _entries(place, opened[place.number], np.float32(1))
         np.add(offsets[place.number][index_SK], part.corners[:, None], out=sent.index[here].reshape(index_SK.shape))
         sent.values[here] = values_SK.reshape(-1)
 
@@ -264,6 +281,11 @@ def decode_tiles(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes |
     result = []
     for number, (shape, tensor) in enumerate(zip(shapes, _open(codec, shapes, payload), strict=True)):
         tiling = topk.tiling(tuple(shape), codec.topk)
+        if codec.is_dense:
+            every, places = np.arange(tiling.n, dtype=np.uint16), _places([tiling])
+            values = [_entries(replace(place, number=number), tensor, np.float32(1))[1] for place in places]
+            result.append(Tiled(np.tile(every, tiling.tiles), np.concatenate(values).reshape(-1), False))
+            continue
         marked = np.empty(tiling.entries, dtype=np.uint16)
         for part, raw in zip(_segments(tiling), tensor.segments, strict=True):
             here = slice(part.first * part.keep, (part.first + part.tiles) * part.keep)
@@ -308,8 +330,7 @@ def apply(
         shape = len(opened), part.tiles, part.keep
         index_MSK, values_MSK = np.empty(shape, dtype=np.uint16), np.empty(shape, dtype=np.float32)
         for m, (tensors, weight) in enumerate(zip(opened, weights, strict=True)):
-            tensor = tensors[number]
-            index_MSK[m], values_MSK[m] = _read(part, number, tensor.table, tensor.segments[place.segment], weight)
+            index_MSK[m], values_MSK[m] = _entries(place, tensors[number], weight)
         _descend(arrays[number], new[number], part, index_MSK, values_MSK, eta)
 
     list(run(job, _places([topk.tiling(x.shape, codec.topk) for x in arrays])))
@@ -329,9 +350,13 @@ def _descend(
     for block in blocks:
         total, first = buffer[: block.tiles * n], block.first - part.first
         here = slice(first, first + block.tiles)
-        at = np.add(index_MSK[:, here], corner_S[: block.tiles], dtype=np.int64)
         total.fill(0)
-        np.add.at(total, at.reshape(-1), values_MSK[:, here].reshape(-1))  # one after the other, in this order
+        if part.keep == n:
+            for values_SN in values_MSK[:, here]:
+                total += values_SN.reshape(-1)
+        else:
+            at = np.add(index_MSK[:, here], corner_S[: block.tiles], dtype=np.int64)
+            np.add.at(total, at.reshape(-1), values_MSK[:, here].reshape(-1))  # one after the other, in this order
         if eta != 1:
             np.multiply(total, eta, out=total)
         total_BrAc = total.reshape(block.bands, A, part.tr, part.tc).transpose(0, 2, 1, 3)
@@ -343,6 +368,8 @@ def _open(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memory
     """Raises PayloadError if header, lengths or centroids cannot be those of a payload."""
     raw = np.frombuffer(payload, dtype=np.uint8)
     cut = [_segments(topk.tiling(tuple(shape), codec.topk)) for shape in shapes]
+    if codec.is_dense:
+        return _open_dense(codec, cut, raw)
     least = [_quotients(part)[0] for parts in cut for part in parts]
     most = [_quotients(part)[1] for parts in cut for part in parts]
     start = _HEADER.size + _LENGTH * len(least)
@@ -362,7 +389,7 @@ def _open(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memory
     for number, of_tensor in enumerate(sizes):
         ends = list(itertools.accumulate(of_tensor, initial=at))
         first, *segments = (raw[a:b] for a, b in itertools.pairwise(ends))
-        result.append(_Tensor(_table(number, first), segments))
+        result.append(_Tensor(codec, _table(number, first), segments))
         at = ends[-1]
     return result
 
@@ -375,6 +402,15 @@ def _table(number: int, raw: Bytes) -> Array:
     if np.signbit(centroids).any() or centroids[0] > centroids[1]:
         raise PayloadError(f"payload: tensor {number}: centroids are not ordered; refused")
     return np.stack([centroids, -centroids], axis=1).reshape(4)
+
+
+def _entries(place: _Place, tensor: _Tensor, weight: np.float32) -> tuple[npt.NDArray[np.uint16], Array]:
+    """Indices within their tile and weight * values of a segment, [tiles, k'] each. Raises PayloadError."""
+    part, raw = place.part, tensor.segments[place.segment]
+    if not tensor.codec.is_dense:
+        return _read(part, place.number, tensor.table, raw, weight)
+    every_SN = np.broadcast_to(np.arange(part.n, dtype=np.uint16), (part.tiles, part.n))
+    return every_SN, weight * _read_dense(tensor.codec, part, place.number, raw)
 
 
 def _read(
@@ -436,3 +472,56 @@ def _add_up(start: float, values: Array) -> float:
 def _at_most(t: float) -> np.float32:
     rounded = np.float32(t)
     return rounded if float(rounded) <= t else np.nextafter(rounded, np.float32(-np.inf))
+
+
+# --- dense payloads
+
+
+def _dense_size(codec: Codec, part: Tiling) -> int:
+    return 4 * part.entries if codec.values == "fp32" else 4 * part.tiles + part.entries
+
+
+def _dense(codec: Codec, kept: Kept) -> bytes:
+    """The segments of one tensor. Raises PayloadError if a value is not finite."""
+    _check_finite(kept)
+    if codec.values == "fp32":
+        return (kept.values + np.float32(0)).astype("<f4").tobytes()
+    pieces, tiling = [], kept.tiling
+    for part in _segments(tiling):
+        x_SN = kept.values.reshape(tiling.tiles, tiling.n)[part.first : part.first + part.tiles]
+        scale_S1 = np.abs(x_SN).max(axis=1, keepdims=True) / np.float32(_MOST)
+        scale_S1[scale_S1 < np.finfo(np.float32).tiny] = 0
+        codes_SN = np.rint(x_SN / np.where(scale_S1 > 0, scale_S1, np.float32(np.inf)))
+        pieces += [scale_S1.astype("<f4").tobytes(), codes_SN.astype(np.int8).tobytes()]
+    return b"".join(pieces)
+
+
+def _open_dense(codec: Codec, cut: Sequence[Sequence[Tiling]], raw: Bytes) -> list[_Tensor]:
+    """As `_open`."""
+    sizes = [[_dense_size(codec, part) for part in parts] for parts in cut]
+    total = _HEADER.size + sum(map(sum, sizes))
+    if raw.size != total:
+        raise PayloadError(f"payload: has {raw.size} bytes, must have {total}; refused")
+    if raw[: _HEADER.size].tobytes() != _header(codec):
+        raise PayloadError("payload: header is not that of the run's codec; refused")
+    ends = itertools.accumulate(itertools.chain(*sizes), initial=_HEADER.size)
+    segments = (raw[a:b] for a, b in itertools.pairwise(ends))
+    return [_Tensor(codec, _AS_IS, list(itertools.islice(segments, len(parts)))) for parts in cut]
+
+
+def _read_dense(codec: Codec, part: Tiling, number: int, raw: Bytes) -> Array:
+    """Values [tiles, n] of a segment. Raises PayloadError."""
+    if codec.values == "fp32":
+        x = raw.view("<f4").astype(np.float32)
+        if not np.isfinite(x).all() or ((x == 0) & np.signbit(x)).any():
+            raise PayloadError(f"payload: tensor {number}: values are not finite, or a zero has a sign; refused")
+        return x.reshape(part.tiles, part.n)
+    scale_S1 = raw[: 4 * part.tiles].view("<f4").astype(np.float32)[:, None]
+    codes_SN = raw[4 * part.tiles :].view(np.int8).reshape(part.tiles, part.n)
+    most = np.where(scale_S1 > 0, _MOST, 0)
+    is_scale = (scale_S1 == 0) & ~np.signbit(scale_S1) | (scale_S1 >= np.finfo(np.float32).tiny)
+    is_full = np.abs(codes_SN.astype(np.int16)).max(axis=1, keepdims=True) == most
+    is_finite = scale_S1.astype(np.float64) * _MOST <= np.finfo(np.float32).max
+    if not (is_scale & is_full & is_finite).all():
+        raise PayloadError(f"payload: tensor {number}: scales are not those of their values; refused")
+    return codes_SN * scale_S1

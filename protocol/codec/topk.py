@@ -156,6 +156,10 @@ def select(x_RC: Array, tiling: Tiling, run: Map) -> Kept:
     The k'-th largest of the maxima of groups of columns bounds the tile's k'-th largest from below, so only the
     elements from there on are sorted.
     """
+    if tiling.keep == tiling.n:
+        x_BrAc = x_RC.reshape(tiling.bands, tiling.tr, tiling.across, tiling.tc)
+        every_TN = np.broadcast_to(np.arange(tiling.n, dtype=np.uint16), (tiling.tiles, tiling.n))
+        return Kept(tiling, every_TN, x_BrAc.transpose(0, 2, 1, 3).reshape(-1))
     index_TK = np.empty((tiling.tiles, tiling.keep), dtype=np.uint16)
     values = np.empty(tiling.entries, dtype=np.float32)
     fits = (g for g in range(1, tiling.tr) if tiling.tr % g == 0 and g * tiling.tc >= 2 * tiling.keep)

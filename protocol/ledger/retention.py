@@ -184,7 +184,7 @@ class StateRounds:
 
 def state_bytes(manifest: Manifest) -> int:
     """Bytes of a whole state."""
-    return sum(layout.shard_bytes(manifest.model, shard) for shard in layout.shard_names(manifest.model))
+    return sum(map(manifest.state_bytes, layout.shard_names(manifest.model)))
 
 
 def archive_bytes(manifest: Manifest, round_bytes: int) -> int:

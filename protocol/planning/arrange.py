@@ -28,7 +28,6 @@ from protocol.planning.objective import OWN, Swarm, padded, with_others
 from protocol.planning.partition import HORIZON_ROUNDS, MOVE_GAIN, Candidate, Ranges, split
 from protocol.planning.search import SMALL, Allowed, Arrangement, Group
 from protocol.planning.shapes import FIRST, LAST, MIDDLE, WHOLE, Floats, Ints
-from protocol.run import layout
 from protocol.run.manifest import Manifest
 
 ROWS = 500_000
@@ -234,7 +233,7 @@ def _pays(
             held = stage_shards(manifest, *before[everybody[i].peer]) if everybody[i].peer in before else ()
             new = [shard for shard in stage_shards(manifest, a, b) if shard not in held]
             if everybody[i].peer in before:
-                bits = 8 * sum(layout.shard_bytes(manifest.model, shard) for shard in new)
+                bits = 8 * sum(map(manifest.state_bytes, new))
                 slowest = max(slowest, bits / float(swarm.down[i]))
     lost = slowest * float(with_others(np.array([terms for _, terms in gone]), swarm.others).sum())
     return lost <= gained * HORIZON_ROUNDS * swarm.shapes.round_seconds

@@ -7,9 +7,9 @@ micro-batches of a step.
 
     parameters    16 P: local copy, gradient, two AdamW moments in fp32; 12 P of what Muon trains
     overlap       4 P where the next round's inner steps begin
-    state         8 P: theta and error feedback; in files: 0
-    scratch       4 (V d + D): the next state of the embedding and a block; in files: 0; beside a GPU, where several
-                  shards are made at a time, 4 (2 V d + 3 D)
+    state         8 P: theta and error feedback, 4 P more for the outer optimizer's momentum; in files: 0
+    scratch       4 (V d + D): the next state of the embedding and a block, twice as much with a momentum; in files: 0;
+                  beside a GPU, where several shards are made at a time, 4 (2 V d + 3 D)
     in flight     4 r L (B n + [documents] L) for each micro-batch between its forward and its backward, with
                   n = 14 d + 3 c + 4 F values a token and block, 3 (d + c) more with normalized queries and keys
     frames        r L (4 w + f) for each micro-batch under way: a frame of f bytes a token from either side, its tensor
@@ -178,7 +178,7 @@ def resting_bytes(manifest: Manifest, first: int, last: int, *, in_files: bool, 
 def later_bytes(manifest: Manifest, first: int, last: int) -> int:
     """Bytes of the shards that a stage does not hold, and holds before it becomes another one."""
     held = stage_shards(manifest, first, last)
-    return sum(layout.shard_bytes(manifest.model, s) for s in layout.shard_names(manifest.model) if s not in held)
+    return sum(manifest.state_bytes(s) for s in layout.shard_names(manifest.model) if s not in held)
 
 
 def host_memory(manifest: Manifest, first: int, last: int, device: str, *, in_files: bool = True) -> int:
@@ -192,7 +192,7 @@ def host_memory(manifest: Manifest, first: int, last: int, device: str, *, in_fi
     largest = max(embed, *(math.prod(shape) for shape in layout.shapes(spec, "block.0")))
     copies = 8 * LANES * min(PART, largest)
     frames = _came(manifest, first, last, 0) * (train.micro_batches + 1)
-    state = 0 if in_files else 8 * params + _scratch(manifest, 2, ABREAST)
+    state = 0 if in_files else _state(manifest, params) + _scratch(manifest, 2, ABREAST)
     return 4 * manifest.outer.overlap * params + moments + copies + frames + state
 
 
@@ -209,7 +209,7 @@ def _kept(manifest: Manifest, first: int, last: int, in_files: bool, device: str
     kept = 16 * params - 4 * one_less
     if on_gpu(device):  # the rest is the host's
         return kept
-    state = 0 if in_files else 8 * params + _scratch(manifest)
+    state = 0 if in_files else _state(manifest, params) + _scratch(manifest)
     return kept + 4 * manifest.outer.overlap * params + state
 
 
@@ -258,9 +258,15 @@ def _table(manifest: Manifest, first: int) -> int:
 
 def warm_bytes(manifest: Manifest) -> int:
     """Bytes of the state of all shards, with what the next one of some is written into."""
-    return 4 * layout.total_parameters(manifest.model) + _scratch(manifest)
+    return sum(map(manifest.state_bytes, layout.shard_names(manifest.model))) + _scratch(manifest)
+
+
+def _state(manifest: Manifest, params: int) -> int:
+    """Bytes of theta, its momentum if there is one, and the error feedback."""
+    return (12 if manifest.outer.has_momentum else 8) * params
 
 
 def _scratch(manifest: Manifest, tables: int = 1, blocks: int = 1) -> int:
     spec = manifest.model
-    return 4 * (tables * spec.vocab_size * spec.d_model + blocks * layout.parameters(spec, "block.0"))
+    values = tables * spec.vocab_size * spec.d_model + blocks * layout.parameters(spec, "block.0")
+    return (8 if manifest.outer.has_momentum else 4) * values

@@ -36,7 +36,6 @@ from protocol.identity import short_peer
 from protocol.planning import budget
 from protocol.planning.budget import Budget
 from protocol.planning.memory import CPU, GPU, on_gpu, stage_shards
-from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import MAX_SPEED, Announcement
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
@@ -240,7 +239,7 @@ def _moved_bytes(manifest: Manifest, before: ReplicaSpec, after: ReplicaSpec) ->
     for old, new in zip(before.stages, after.stages, strict=True):
         held = stage_shards(manifest, old.first, old.last)
         wanted = stage_shards(manifest, new.first, new.last)
-        total += sum(layout.shard_bytes(manifest.model, shard) for shard in wanted if shard not in held)
+        total += sum(manifest.state_bytes(shard) for shard in wanted if shard not in held)
     return total
 
 

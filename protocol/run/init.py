@@ -11,6 +11,7 @@ from protocol.codec.philox import normal_like
 from protocol.codec.topk import Empty, Map, in_memory
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
+from protocol.run.manifest import Manifest
 
 INIT_STD = 0.02
 
@@ -33,3 +34,14 @@ def initial_shard(
             std = INIT_STD / math.sqrt(2 * spec.n_layers) if ends_branch else INIT_STD
             normal_like(seed, "theta0/" + name, shape, std, out=array, run=run)
     return arrays
+
+
+def initial_state(
+    manifest: Manifest, shard: str, *, empty: Empty = in_memory, run: Map = map
+) -> list[npt.NDArray[np.float32]]:
+    """The state of a shard that follows from the seed: θ(0), and a momentum of 0 if the outer optimizer has one."""
+    arrays = initial_shard(manifest.model, manifest.seed_bytes, shard, empty=empty, run=run)
+    momentum = empty(manifest.state_shapes(shard)[len(arrays) :])
+    for array in momentum:
+        array.fill(0)
+    return [*arrays, *momentum]

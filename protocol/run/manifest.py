@@ -18,8 +18,8 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from protocol import identity
-from protocol.codec import formats
-from protocol.codec.formats import INDICES, VALUES, Codec
+from protocol.codec import blob_hash, formats
+from protocol.codec.formats import DENSE, INDICES, VALUES, Codec
 from protocol.errors import UsageError, shown
 from protocol.run import hosts, layout
 from protocol.run.layout import MAX_CONTEXT, ModelSpec
@@ -34,6 +34,7 @@ QUORUMS = (1, 4, 7)
 MAX_MANIFEST_BYTES = 64 * 1024
 ADMISSIONS = ("open", "listed")
 OPTIMIZERS = ("adamw", "muon")
+OUTER_OPTIMIZERS = ("sgd", "nesterov")
 MAX_KEYS = 500
 MAX_EVALUATED = 1 << 20
 EVALUATED_SHARE = 0.06
@@ -153,29 +154,44 @@ class TrainSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterSpec:
-    """The outer step of SparseLoCo. topk: entries of every 4096.
+    """The outer step of SparseLoCo. topk: entries of every 4096; values: their format (protocol/codec/sparse.py).
 
     overlap: 1: replicas train the next round while this one is decided and applied (peer/node/rounds.py)
+    optimizer: sgd, or nesterov with `momentum` (DiLoCo, arXiv:2311.08105)
     """
 
     topk: int = 32
-    values: str = VALUES
+    values: str = VALUES[0]
     indices: str = INDICES
     beta: float = 0.95
     eta: float = 1.0
     overlap: Annotated[int, Within(0, 1)] = 0
+    optimizer: str = field(default="sgd", metadata=LATER)
+    momentum: float = field(default=0.9, metadata=LATER)
 
     def __post_init__(self) -> None:
-        Codec(topk=self.topk)  # raises where there is no such codec
-        for name, value, known in (("values", self.values, VALUES), ("indices", self.indices, INDICES)):
-            if value != known:
-                raise ValueError(f'{name} must be {known}, not "{value}"')
+        is_dense = self.codec.is_dense  # raises where there is no such codec
+        if self.indices != INDICES:
+            raise ValueError(f'indices must be {INDICES}, not "{self.indices}"')
+        if self.optimizer not in OUTER_OPTIMIZERS:
+            raise ValueError(f'optimizer must be one of {", ".join(OUTER_OPTIMIZERS)}, not "{self.optimizer}"')
+        if self.has_momentum and not is_dense:
+            raise ValueError(
+                f'optimizer must be sgd where values is "{self.values}": the error feedback of a sparse update is its'
+                f" momentum; nesterov needs values = {' or '.join(DENSE)}"
+            )
+        if not 0 < self.momentum < 1:
+            raise ValueError("momentum must be more than 0 and less than 1")
         if not (0 <= self.beta <= 1 and 0 < self.eta <= MAX_RATE):
             raise ValueError(f"beta must be in [0, 1], eta more than 0 and at most {MAX_RATE:g}")
 
     @property
     def codec(self) -> Codec:
-        return Codec(topk=self.topk)
+        return Codec(topk=self.topk, values=self.values)
+
+    @property
+    def has_momentum(self) -> bool:
+        return self.optimizer == "nesterov"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,6 +360,12 @@ class Manifest:
             raise ValueError(
                 f"initial_state must have a digest of each of the model's {len(layout.shard_names(self.model))} shards"
             )
+        if self.initial_state and self.outer.has_momentum:
+            raise ValueError("initial_state must be empty where outer.optimizer is nesterov; use sgd")
+        if max(self.state_bytes(shard) for shard in layout.shard_names(self.model)) > blob_hash.MAX_BLOB_BYTES:
+            raise ValueError(
+                "outer.optimizer must be sgd: a shard with its momentum has more bytes than a blob may have"
+            )
         tokens, width = self.train.rows * self.train.sequence, self.model.written
         for name in (self.chains.forward, self.chains.backward):
             if not formats.fits(name, width):
@@ -370,6 +392,14 @@ class Manifest:
     def initial_digests(self) -> Mapping[str, str]:
         """Of θ(0), by shard; none if it follows from the seed."""
         return dict(zip(layout.shard_names(self.model), self.initial_state, strict=False))
+
+    def state_shapes(self, shard: str) -> tuple[tuple[int, ...], ...]:
+        """The shapes of a shard's tensors, and then those of their momentum, if the outer optimizer has one."""
+        return layout.shapes(self.model, shard) * (1 + self.outer.has_momentum)
+
+    def state_bytes(self, shard: str) -> int:
+        """The bytes of a shard's state: what its digest is of, and what a newcomer fetches."""
+        return layout.shard_bytes(self.model, shard) * (1 + self.outer.has_momentum)
 
     @property
     def evaluated_sequences(self) -> int:

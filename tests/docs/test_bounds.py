@@ -42,6 +42,8 @@ WITH: dict[str, dict[str, Any]] = {
         "model": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4}}
     },
     "quorum": {"operators": [key.peer_id for key in tiny.OPERATORS]},
+    "values": {"outer": {"topk": 4096}},
+    "optimizer": {"outer": {"topk": 4096, "values": "fp32"}},
     "residual_width": {"model": {"d_model": 64, "n_heads": 1}, "chains": {"forward": "bf16", "backward": "bf16"}},
     "forward": {"model": {"d_model": 16, "n_heads": 1}},
     "backward": {"model": {"d_model": 16, "n_heads": 1}},

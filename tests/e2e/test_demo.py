@@ -74,6 +74,27 @@ def test_processes_over_hivemind_and_tasks_in_memory_end_with_the_same_bits(
         measured(manifest, first, last)
 
 
+@pytest.mark.parametrize(
+    "outer",
+    [
+        {"topk": 4096, "values": "int8", "optimizer": "nesterov", "eta": 0.7},
+        {"topk": 4096, "values": "fp32"},
+    ],
+    ids=["diloco", "averaging"],
+)
+def test_every_outer_step_ends_with_the_same_bits_over_processes_and_in_memory(
+    outer: dict[str, Any], tmp_path: Path
+) -> None:
+    found = []
+    for in_memory in (True, False):
+        chosen = swarms.options(tmp_path / str(in_memory), **MIXED, in_memory=in_memory)
+        found.append(swarms.run(chosen, swarms.manifest(chosen, outer=outer)))
+        assert found[-1]["same_bits"] is True
+        assert found[-1]["left_out"] == []
+    assert found[0]["state_digest"] == found[1]["state_digest"]
+    assert found[0]["val_loss"] == found[1]["val_loss"]
+
+
 class OnDevice(StageTrainer):
     """Takes the CPU for an accelerator, which works out the round's update."""
 

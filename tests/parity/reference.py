@@ -7,6 +7,7 @@ the first rounds, and statistically later, since rounding can move an entry in o
 Options of the model have the names that they have in configurations of Hugging Face, and are off where a config leaves
 them out: `num_key_value_heads`, `tie_word_embeddings`, `use_qk_norm`, `rope_scaling`; `document_end_id`: no token sees
 what is before the last such id before it.
+`outer.optimizer`: "nesterov" steps theta by SGD with Nesterov momentum (DiLoCo).
 `optimizer`: "muon" trains the matrices inside blocks by Muon, with `momentum`; else all parameters are AdamW's.
 
 `residual_width` = w: blocks add to the first w values of X only, and the others are a row of ANCHOR. A chain is the
@@ -245,7 +246,8 @@ def largest_divisor(n: int, limit: int) -> int:
 
 
 def sparsify(e: Tensor, k: int, values: str) -> Tensor:
-    """Q(TopK(e)), dense: per tile the largest of `e`, quantized with two centroids for the tensor ("sym2") or as is."""
+    """Q(TopK(e)), dense: per tile the largest of `e`, quantized with two centroids for the tensor ("sym2"), in steps of
+    a 127th of each tile's largest ("int8"), or as is."""
     x = e if e.dim() == 2 else e.view(-1, largest_divisor(e.numel(), 4096))
     tr, tc = (largest_divisor(n, 64) for n in x.shape) if e.dim() == 2 else (1, x.shape[1])
     tiles = x.reshape(x.shape[0] // tr, tr, x.shape[1] // tc, tc).permute(0, 2, 1, 3)
@@ -262,6 +264,9 @@ def sparsify(e: Tensor, k: int, values: str) -> Tensor:
             hi = high.mean() if high.numel() else lo
             t = (lo + hi) / 2
         kept = torch.where(kept < 0, -1.0, 1.0) * torch.where(size > t, hi, lo).float()
+    if values == "int8":
+        step = kept.abs().amax(dim=1, keepdim=True) / 127
+        kept = torch.round(kept / step.clamp_min(1e-30)) * step
     sent = torch.zeros_like(flat).scatter_(1, index, kept).view(tiles.shape)
     return sent.permute(0, 2, 1, 3).reshape(e.shape)
 
@@ -294,6 +299,11 @@ def run(
     replica's mean loss of its first step, and the last theta.
     """
     theta = {name: torch.tensor(w, dtype=torch.float32) for name, w in theta0.items()}
+    nesterov = None
+    if config["outer"].get("optimizer") == "nesterov":
+        nesterov = torch.optim.SGD(
+            list(theta.values()), config["outer"]["eta"], config["outer"]["momentum"], nesterov=True
+        )
     members = config["replicas"]
     inner = [Inner(config) for _ in members]
     copies = [[f"{ANCHOR}.{s}" for s in range(1, len(m["stages"]))] if ANCHOR in theta else [] for m in members]
@@ -347,7 +357,12 @@ def run(
             for update, count, scale in zip(sent, tokens, scales, strict=True):
                 for part in (part for own, part in update.items() if whole(own) == name):
                     total += part * (count / sum(tokens) * scale)
-            w.sub_(outer["eta"] * total)
+            if nesterov is None:
+                w.sub_(outer["eta"] * total)
+            else:
+                w.grad = total
+        if nesterov is not None:
+            nesterov.step()
         if after_round is not None:
             after_round(r, theta)
     return first_losses, {name: w.numpy() for name, w in theta.items()}

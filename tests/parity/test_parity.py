@@ -14,13 +14,12 @@ import torch
 from peer.state.outer_optimizer import Outer
 from peer.training.trainer import StageTrainer
 from protocol.codec import sparse
-from protocol.codec.formats import Codec
 from protocol.planning.memory import stage_shards
 from protocol.round import judging
 from protocol.round.comparing import Update
 from protocol.run import init, layout
 from protocol.run.layout import ModelSpec, RopeScaling
-from protocol.run.manifest import OuterSpec, TrainSpec
+from protocol.run.manifest import Manifest, OuterSpec, TrainSpec
 from tests.parity import reference
 from tests.support import tiny
 
@@ -28,7 +27,8 @@ SPEC = ModelSpec(vocab_size=128, d_model=32, n_layers=3, n_heads=2, d_ff=48, con
 TRAIN = TrainSpec(
     inner_steps=3, micro_batches=2, rows=2, sequence=16, lr=3e-3, warmup_steps=2, total_steps=12, clip=0.5
 )
-ROUNDS, SEED, BETA, ETA = 3, b"parity", 0.95, 0.8
+ROUNDS, SEED = 3, b"parity"
+OUTER = OuterSpec(topk=256, eta=0.8)
 Replicas = list[list[tuple[int, int]]]
 REPLICAS: Replicas = [[(0, 3)], [(0, 1), (1, 2), (2, 3)], [(0, 2), (2, 3)]]
 """Stages of each as blocks [first, last)."""
@@ -60,11 +60,11 @@ def windows(r: int, replica: int, step: int) -> np.ndarray:
     return rng.integers(0, SPEC.vocab_size, (TRAIN.step_rows, TRAIN.sequence + 1))
 
 
-def config(values: str, wire: str, spec: ModelSpec, replicas: Replicas, train: TrainSpec) -> dict[str, object]:
+def config(outer: OuterSpec, wire: str, spec: ModelSpec, replicas: Replicas, train: TrainSpec) -> dict[str, object]:
     return {
         "model": dataclasses.asdict(spec),
         "replicas": [{"stages": stages} for stages in replicas],
-        "outer": {"topk": 256, "values": values, "beta": BETA, "eta": ETA, "clip": True},
+        "outer": {**dataclasses.asdict(outer), "clip": True},
         "rounds": ROUNDS,
         "wire": wire,
         **dataclasses.asdict(train),
@@ -89,9 +89,9 @@ def inner_step(stages: list[StageTrainer], ids: torch.Tensor, number: int, wire:
     return loss
 
 
-def scales(payloads: list[dict[str, list[bytes]]], codec: Codec, spec: ModelSpec) -> list[float]:
+def scales(payloads: list[dict[str, list[bytes]]], manifest: Manifest) -> list[float]:
     """What the leader's rule makes of a round."""
-    manifest = tiny.manifest(model=spec, outer=OuterSpec(topk=codec.topk))
+    codec, spec = manifest.outer.codec, manifest.model
 
     def update(sent: dict[str, list[bytes]]) -> Update:
         return Update(lambda shard: [sparse.decode(codec, layout.shapes(spec, shard), x) for x in sent[shard]])
@@ -131,59 +131,83 @@ def test_muon_agrees_with_the_reference(wire: str) -> None:
     )
 
 
+DENSE = OuterSpec(topk=4096, values="fp32", eta=0.7)
+FAMILY = {
+    "averaged": DENSE,
+    "averaged, int8": dataclasses.replace(DENSE, values="int8"),
+    "nesterov": dataclasses.replace(DENSE, optimizer="nesterov"),
+    "nesterov, int8": dataclasses.replace(DENSE, values="int8", optimizer="nesterov", momentum=0.8),
+}
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_every_outer_step_agrees_with_the_reference(name: str) -> None:
+    """Federated averaging, and DiLoCo, with all values of an update or 8 bits of each."""
+    spec = dataclasses.replace(SPEC, residual_width=8)
+    found, plain = agree("fp32", spec, outer=FAMILY[name]), agree("fp32", spec, outer=DENSE)
+    assert found[0] == plain[0], "nothing has moved yet"
+    if FAMILY[name].has_momentum:
+        assert np.abs(np.array(found[2:]) / plain[2:] - 1).max() > 5e-4, "the momentum is felt"
+
+
 @functools.cache  # several options have the same model without them
 def agree(
-    wire: str, spec: ModelSpec, grown: float = 1.0, train: TrainSpec = TRAIN, within: float = 0.02
+    wire: str,
+    spec: ModelSpec,
+    grown: float = 1.0,
+    train: TrainSpec = TRAIN,
+    within: float = 0.02,
+    outer: OuterSpec = OUTER,
 ) -> list[list[float]]:
     """Some rounds of the trainer, the codec and the outer step are those of the reference; their losses. Tied
     embeddings have no chains. `grown`: how many times as large the first weights are as usual, so that attention is no
     mean of all."""
     members: Replicas = REPLICAS if not spec.tie_word_embeddings else [[(0, spec.n_layers)]] * len(REPLICAS)
     torch.set_num_threads(1)
+    manifest = tiny.manifest(model=spec, outer=outer)
     theta0 = {
-        shard: [a * (grown if a.ndim > 1 else 1) for a in init.initial_shard(spec, SEED, shard)]
+        shard: [a * (grown if a.ndim > 1 else 1) for a in init.initial_state(manifest, shard)]
         for shard in layout.shard_names(spec)
     }
     flat = {
         name: array
         for shard, arrays in theta0.items()
-        for (name, _), array in zip(layout.tensors(spec, shard), arrays, strict=True)
+        for (name, _), array in zip(layout.tensors(spec, shard), arrays, strict=False)
     }
-    expected_losses, expected = reference.run(config("sym2", wire, spec, members, train), flat, windows)
+    expected_losses, expected = reference.run(config(outer, wire, spec, members, train), flat, windows)
 
-    manifest = tiny.manifest(model=spec)
     replicas = [[StageTrainer(spec, train, stage_shards(manifest, *stage)) for stage in stages] for stages in members]
-    outers = [[Outer(spec, Codec(256), BETA, ETA) for _ in stages] for stages in replicas]
-    for outer in itertools.chain(*outers):
-        outer.theta = {shard: [a.copy() for a in arrays] for shard, arrays in theta0.items()}
+    outers = [[Outer.of(manifest) for _ in stages] for stages in replicas]
+    for state in itertools.chain(*outers):
+        state.theta = {shard: [a.copy() for a in arrays] for shard, arrays in theta0.items()}
     losses: list[list[float]] = []
     for r in range(ROUNDS):
         payloads: list[dict[str, list[bytes]]] = []
         losses.append([])
         for m, (stages, own) in enumerate(zip(replicas, outers, strict=True)):
-            for stage, outer in zip(stages, own, strict=True):
-                stage.begin_round(outer.theta)
+            for stage, state in zip(stages, own, strict=True):
+                stage.begin_round(state.theta)
             for s in range(TRAIN.inner_steps):
                 loss = inner_step(stages, torch.tensor(windows(r, m, s)), r * TRAIN.inner_steps + s + 1, wire)
                 if s == 0:
                     losses[-1].append(loss)
             payloads.append({})
-            for stage, outer in zip(stages, own, strict=True):
+            for stage, state in zip(stages, own, strict=True):
                 for shard in stage.shards:
-                    outer.accumulate(shard, stage.displacement(shard))
-                    payloads[-1].setdefault(shard, []).append(outer.encode(shard)[0])
-        scaled = [w * scale for w, scale in zip(WEIGHTS, scales(payloads, Codec(256), spec), strict=True)]
+                    state.accumulate(shard, stage.displacement(shard))
+                    payloads[-1].setdefault(shard, []).append(state.encode(shard)[0])
+        scaled = [w * scale for w, scale in zip(WEIGHTS, scales(payloads, manifest), strict=True)]
         assert min(scaled) < 1 / 3
         everybody = [*itertools.chain(*outers)]
-        for outer in everybody:
+        for state in everybody:
             for shard in layout.shard_names(spec):
-                outer.apply(shard, [(w, x) for w, p in zip(scaled, payloads, strict=True) for x in p[shard]])
-        assert len({tuple(outer.digest(shard) for shard in outer.theta) for outer in everybody}) == 1
+                state.apply(shard, [(w, x) for w, p in zip(scaled, payloads, strict=True) for x in p[shard]])
+        assert len({tuple(state.digest(shard) for shard in state.theta) for state in everybody}) == 1
 
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
     moved = disagreement = 0.0
     for shard, arrays in outers[0][0].theta.items():
-        for (name, _), array, start in zip(layout.tensors(spec, shard), arrays, theta0[shard], strict=True):
+        for (name, _), array, start in zip(layout.tensors(spec, shard), arrays, theta0[shard], strict=False):
             moved += float(np.square(expected[name] - start, dtype=np.float64).sum())
             disagreement += float(np.square(expected[name] - array, dtype=np.float64).sum())
     assert (disagreement / moved) ** 0.5 < within

@@ -26,17 +26,23 @@ TODAY = {
 }  # fmt: skip
 
 
+DILOCO = {"optimizer": "nesterov", "topk": 4096, "values": "fp32", "eta": 0.7}
+
+
 @pytest.mark.parametrize(
-    ("overlap", "model", "train"),
-    [(0, {}, {}), (1, {}, {}), (0, TODAY, {}), (0, {}, {"optimizer": "muon"})],
-    ids=["waits", "overlaps", "today's architecture", "muon"],
-)
+    ("outer", "model", "train"),
+    [
+        ({}, {}, {}), ({"overlap": 1}, {}, {}), ({}, TODAY, {}), ({}, {}, {"optimizer": "muon"}),
+        (DILOCO, {}, {}), ({**DILOCO, "values": "int8"}, {}, {}),
+    ],
+    ids=["waits", "overlaps", "today's architecture", "muon", "diloco", "diloco in int8"],
+)  # fmt: skip
 def test_the_swarm_computes_what_the_equations_say(
-    tmp_path: Path, overlap: int, model: dict[str, Any], train: dict[str, Any]
+    tmp_path: Path, outer: dict[str, Any], model: dict[str, Any], train: dict[str, Any]
 ) -> None:
     chosen = swarms.options(tmp_path / "run", full=1, chains=1, stages=3, residual_width=8, inner_steps=3)
     chains = {"forward": "bf16", "backward": "bf16"}
-    manifest = swarms.manifest(chosen, outer={"overlap": overlap}, chains=chains, model=model, train=train)
+    manifest = swarms.manifest(chosen, outer=outer, chains=chains, model=model, train=train)
     swarms.run(chosen, manifest)
     archive = Archive(chosen.out / "bootstrap", manifest)
     commits = archive.commits

@@ -19,6 +19,7 @@ from tests.support.chains import TRAIN, ids_of, narrow, random_theta
 
 NARROW = narrow(8)
 NAMES = layout.shard_names(NARROW)
+SPARSE = Codec(64)
 FIRST, LAST, WHOLE = (*NAMES[:3], "anchor"), NAMES[3:], NAMES
 
 
@@ -31,10 +32,10 @@ class OnDevice(StageTrainer):
 class Side:
     """One peer's state and its work."""
 
-    def __init__(self, kind: type[StageTrainer], shards: tuple[str, ...], threads: int) -> None:
+    def __init__(self, kind: type[StageTrainer], shards: tuple[str, ...], threads: int, codec: Codec = SPARSE) -> None:
         self.shards = shards
         self.trainer = kind(NARROW, TRAIN, shards)
-        self.outer = Outer(NARROW, Codec(64), 0.95, 1.0, threads=threads)
+        self.outer = Outer(NARROW, codec, 0.95, 1.0, threads=threads)
         self.outer.theta = dict(random_theta(NARROW))
 
     def learn(self, seed: int) -> None:
@@ -63,10 +64,13 @@ def same(a: Side, b: Side) -> None:
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("shards", [WHOLE, FIRST, LAST])
-def test_rounds_are_the_same_with_a_device_and_without(shards: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("shards", "codec"),
+    [(WHOLE, SPARSE), (FIRST, SPARSE), (LAST, SPARSE), (WHOLE, Codec(4096, "int8")), (FIRST, Codec(4096, "fp32"))],
+)
+def test_rounds_are_the_same_with_a_device_and_without(shards: tuple[str, ...], codec: Codec) -> None:
     """Offered, kept, offered; the parameters of each round come from the state that the one before made."""
-    host, device = (Side(kind, shards, threads) for kind, threads in ((StageTrainer, 1), (OnDevice, 3)))
+    host, device = (Side(kind, shards, threads, codec) for kind, threads in ((StageTrainer, 1), (OnDevice, 3)))
     assert host.trainer.on_device(shards[0]) is None
     for round in range(4):
         for side in (host, device):

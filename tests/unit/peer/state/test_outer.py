@@ -7,6 +7,7 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,8 +27,8 @@ ULP = 2.0**-24  # relative error of one fp32 operation
 Shard = list[npt.NDArray[np.float32]]
 
 
-def outer(k: int = 32, beta: float = 0.95, eta: float = 1.0) -> Outer:
-    o = Outer(SPEC, Codec(k), beta, eta)
+def outer(codec: Codec = Codec(32), beta: float = 0.95, eta: float = 1.0) -> Outer:  # noqa: B008
+    o = Outer(SPEC, codec, beta, eta)
     o.theta[SHARD] = init.initial_shard(SPEC, b"seed", SHARD)
     return o
 
@@ -68,10 +69,10 @@ rounds_of_play = st.lists(
     plays=rounds_of_play,
     beta=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
     eta=st.sampled_from([0.8, 1.0]),
-    k=st.sampled_from([32, 512]),
+    codec=st.sampled_from([Codec(32), Codec(512), Codec(4096, "int8"), Codec(4096, "fp32")]),
 )
 @settings(max_examples=40, deadline=None)
-def test_nothing_is_lost(plays: list[list[tuple[int, str]]], beta: float, eta: float, k: int) -> None:
+def test_nothing_is_lost(plays: list[list[tuple[int, str]]], beta: float, eta: float, codec: Codec) -> None:
     """Three replicas; each round each one works or idles, and what it offers is committed or left out and
     given back.
 
@@ -87,9 +88,9 @@ def test_nothing_is_lost(plays: list[list[tuple[int, str]]], beta: float, eta: f
     a round for the first (2^-24 B each), M + 4 for the second, where B is the largest number seen; errors of
     earlier rounds only decay.
     """
-    shared = outer(k, beta, eta)
+    shared = outer(codec, beta, eta)
     start = flat(shared.theta[SHARD])
-    peers = [outer(k, beta, eta) for _ in range(3)]
+    peers = [outer(codec, beta, eta) for _ in range(3)]
     beta64, eta64 = float(np.float32(beta)), float(np.float32(eta))
     earned = [np.zeros_like(start) for _ in peers]  # L_m
     gone = [np.zeros_like(start) for _ in peers]  # C_m
@@ -131,7 +132,7 @@ def test_nothing_is_lost(plays: list[list[tuple[int, str]]], beta: float, eta: f
 
 def test_the_arithmetic_is_the_stated_one() -> None:
     """With two magnitudes a tensor, so that the payload has the values exactly."""
-    o = outer(k=4096, beta=0.95, eta=0.8)
+    o = outer(Codec(4096), beta=0.95, eta=0.8)
     rng = np.random.default_rng(1)
     shape_of = [rng.choice([-0.5, 0.5, -1.0, 1.0], s).astype(np.float32) for s in SHAPES]
     first, second = ([np.float32(scale) * x for x in shape_of] for scale in (3e-3, 7e-3))
@@ -153,6 +154,36 @@ def test_the_arithmetic_is_the_stated_one() -> None:
     assert all((t == was).all() for t, was in zip(held, before, strict=True)), "the old list is a whole state"
     o.apply(SHARD, [])
     assert o.digest(SHARD) == hashlib.sha256(b"".join(t.tobytes() for t in o.theta[SHARD])).hexdigest()
+
+
+@pytest.mark.parametrize("values", ["int8", "fp32"])
+def test_nesterov_is_that_of_pytorch(values: str) -> None:
+    """θ by torch.optim.SGD on the weighted means, and v = μ m; the old list stays a whole state."""
+    peers = [Outer(SPEC, Codec(4096, values), 0.95, 0.7, momentum=0.9) for _ in range(2)]
+    shared = peers[0]
+    theta = init.initial_shard(SPEC, b"seed", SHARD)
+    shared.theta[SHARD] = [*theta, *(np.zeros_like(t) for t in theta)]
+    parameters = [torch.tensor(t) for t in theta]
+    sgd = torch.optim.SGD(parameters, 0.7, 0.9, nesterov=True)
+    scratch: list[np.ndarray] = []
+    for round in range(6):
+        commit = []
+        for m, peer in enumerate(peers):
+            peer.accumulate(SHARD, displacement.of(pseudo_gradient(10 * round + m)))
+            commit.append((0.25 + 0.5 * m, peer.encode(SHARD)[0]))
+            if values == "fp32":
+                assert not any(e.any() for e in peer.feedback[SHARD]), "everything is sent"
+        before, kept = shared.theta[SHARD], [a.copy() for a in shared.theta[SHARD]]
+        shared.apply(SHARD, commit, scratch if round > 3 else None)
+        assert all((a == b).all() for a, b in zip(before, kept, strict=True))
+        mean = sum(np.float32(weight) * dense(shared, payload) for weight, payload in commit)
+        for parameter, g in zip(parameters, np.split(mean, [16]), strict=True):
+            parameter.grad = torch.tensor(g, dtype=torch.float32).view(parameter.shape)
+        sgd.step()
+    found = shared.theta[SHARD]
+    for a, v, parameter in zip(found[:2], found[2:], parameters, strict=True):
+        np.testing.assert_allclose(a, parameter.numpy(), rtol=0, atol=1e-6)
+        np.testing.assert_allclose(v, 0.9 * sgd.state[parameter]["momentum_buffer"].numpy(), rtol=1e-4, atol=1e-9)
 
 
 def test_a_bad_contribution_changes_nothing() -> None:

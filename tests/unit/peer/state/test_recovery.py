@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from peer.log import replay
+from peer.log.reader import Folder
 from peer.net.base import Handler, Stream
 from peer.net.blobs import Blob, BlobServer
 from peer.state.handover import TAKEN
@@ -146,6 +148,26 @@ async def test_a_newcomer_takes_the_newest_checkpoint_and_replays_the_rest(tmp_p
         assert set(back.storage.blobs) <= {d for r in range(51, swarm.head + 1) for d in payloads(swarm, r)}
         missed = [swarm.archive.blobs.get(d) or b"" for r in range(72, 77) for d in payloads(swarm, r)]
         assert 0.05 < sum(map(len, missed)) / CHECKPOINT <= 0.12
+
+
+async def test_a_newcomers_state_has_the_momentum_of_the_outer_optimizer(tmp_path: Path) -> None:
+    """From a checkpoint of others, and after a restart; the log leads to the same state."""
+    diloco = OuterSpec(topk=4096, values="int8", optimizer="nesterov", eta=0.7)
+    async with begun(tmp_path, 13, outer=diloco) as (swarm, rounds, _):
+        newcomer = await joined(swarm, rounds)
+        assert newcomer.bases == dict.fromkeys(SHARDS, 10)
+        state = newcomer.rounds.outer.theta["head"]
+        assert tuple(array.shape for array in state) == 2 * layout.shapes(MODEL, "head")
+        assert all(array.any() for array in state)
+        await swarm.stop("b")
+        await to(swarm, rounds, 18)
+        back = swarm.start("b")
+        await planned(swarm, rounds, back)
+        await is_right(swarm, back)
+        source = Folder(swarm.archive.folder)
+        done = await replay.verify(swarm.manifest, source.records(), source.payload, lambda problem: None)
+        assert done.problems == []
+        assert done.agreed == done.attested > 0
 
 
 async def test_a_newcomer_is_ready_before_a_plan_names_it_and_the_first_one_that_does_has_work_for_it(

@@ -21,7 +21,9 @@ from protocol.codec.sparse import PayloadError, apply, decode, encode, max_paylo
 from tests.support.plain_codec import entropy_size
 
 ks = st.one_of(st.integers(1, 4096), st.sampled_from([1, 32, 64, 128, 2048, 4095, 4096]))
-codecs = st.builds(Codec, topk=ks)
+sparse_codecs = st.builds(Codec, topk=ks)
+DENSE = [Codec(4096, "int8"), Codec(4096, "fp32")]
+codecs = st.one_of(sparse_codecs, st.sampled_from(DENSE))
 side = st.one_of(st.integers(1, 40), st.sampled_from([48, 64, 67, 96, 128]))
 shape = st.one_of(st.tuples(side), st.tuples(side, side), st.sampled_from([(5000,), (4096,), (12288,), (192, 352)]))
 shape_lists = st.lists(shape, min_size=1, max_size=3)
@@ -76,7 +78,7 @@ def check_round_trip(codec: Codec, shapes: list[tuple[int, ...]], seed: int) -> 
         assert len(np.unique(np.abs(got.values))) <= 2
 
 
-@given(codec=codecs, shapes=shape_lists, seed=st.integers(0, 2**32))
+@given(codec=sparse_codecs, shapes=shape_lists, seed=st.integers(0, 2**32))
 @settings(max_examples=100, deadline=None)
 def test_round_trip_keeps_the_largest_of_every_tile(codec: Codec, shapes: list[tuple[int, ...]], seed: int) -> None:
     check_round_trip(codec, shapes, seed)
@@ -99,6 +101,51 @@ def test_tiles_are_what_is_decoded(codec: Codec, shapes: list[tuple[int, ...]], 
             inner = (found.marked & 4095).reshape(tiling.tiles, tiling.keep)
             assert np.array_equal((tiling.offsets[inner] + tiling.corners[:, None]).ravel(), sent.index)
             assert found.sent.tobytes() == sent.values.tobytes()
+
+
+@given(shapes=shape_lists, seed=st.integers(0, 2**32))
+@settings(max_examples=50, deadline=None)
+def test_dense_payloads_have_every_element(shapes: list[tuple[int, ...]], seed: int) -> None:
+    """fp32 as it is, int8 within half a step of its tile; in both, equal updates have equal bytes."""
+    arrays = arrays_of(shapes, seed)
+    for codec in DENSE:
+        payload = encode(codec, arrays)
+        assert len(payload) == max_payload_size(codec, shapes)
+        decoded = decode(codec, shapes, payload)
+        for x, got in zip(arrays, decoded, strict=True):
+            found = np.empty(x.size, dtype=np.float32)
+            found[got.index] = got.values
+            of_tiles, of_found = tiles_of(x), tiles_of(found.reshape(x.shape))
+            step = np.abs(of_tiles).max(axis=1, keepdims=True) / 127
+            assert (np.abs(of_found - of_tiles) <= (0 if codec.values == "fp32" else 0.5001 * step)).all()
+        again = [np.zeros(x.size, dtype=np.float32) for x in arrays]
+        for x, got in zip(again, decoded, strict=True):
+            x[got.index] = got.values
+        same = decode(codec, shapes, encode(codec, [x.reshape(s) for x, s in zip(again, shapes, strict=True)]))
+        for a, b in zip(decoded, same, strict=True):
+            np.testing.assert_allclose(a.values, b.values, rtol=1e-6)
+
+
+def test_dense_values_that_no_writer_makes_are_refused() -> None:
+    shapes, tiny_value = [(2, 3)], np.float32(1e-40)
+    x = np.array([[1, -2, 3], [4, -5, 127]], dtype=np.float32)
+    good = encode(DENSE[0], [x])
+    assert good[8:12] == np.float32(1).tobytes()
+    assert np.frombuffer(good[12:], np.int8).tolist() == [1, -2, 3, 4, -5, 127]
+    for at, raw in [
+        (8, np.float32(0)), (8, np.float32(-0.0)), (8, np.float32(-1)), (8, np.float32(np.nan)), (8, tiny_value),
+        (8, np.float32(3e38)), (17, np.int8(126)), (17, np.int8(-128)), (5, np.uint8(1)), (4, np.uint8(3)),
+    ]:  # fmt: skip
+        bad = good[:at] + raw.tobytes() + good[at + raw.nbytes :]
+        with pytest.raises(PayloadError, match="scales" if at >= 8 else "header"):
+            decode(DENSE[0], shapes, bad)
+    assert decode(DENSE[0], shapes, good[:17] + np.int8(-127).tobytes())[0].values[-1] == -127
+    (nothing,) = decode(DENSE[0], shapes, encode(DENSE[0], [np.full((2, 3), tiny_value)]))
+    assert not nothing.values.any(), "a step that is too small for fp32 stays in the feedback"
+    for value in (np.float32(np.inf), np.float32(np.nan), np.float32(-0.0)):
+        exact = encode(DENSE[1], [x])
+        with pytest.raises(PayloadError, match="not finite, or a zero has a sign"):
+            decode(DENSE[1], shapes, exact[:8] + value.tobytes() + exact[12:])
 
 
 @pytest.mark.parametrize("fill", [0.0, -0.0, 1.5, -3.25])
@@ -197,6 +244,8 @@ def test_tensors_of_several_segments() -> None:
     codec = Codec(2048)
     check_round_trip(codec, shapes, 6)
     check_aggregate(codec, shapes, 7, 2)
+    for dense in DENSE:
+        check_aggregate(dense, shapes, 7, 3)
     payload = encode(codec, arrays_of(shapes, 6))
     rng = np.random.default_rng(8)
     for _ in range(20):
@@ -249,7 +298,9 @@ def test_a_changed_payload_is_refused_or_sound(
     check_refused_or_sound(codec, shapes, bytes(payload))
 
 
-@given(codec=codecs, shapes=shape_lists, seed=st.integers(0, 2**32), at=st.integers(0, 2), step=st.integers(-9, 9))
+@given(
+    codec=sparse_codecs, shapes=shape_lists, seed=st.integers(0, 2**32), at=st.integers(0, 2), step=st.integers(-9, 9)
+)
 @settings(max_examples=60, deadline=None)
 def test_wrong_lengths_of_quotients_are_refused(
     codec: Codec, shapes: list[tuple[int, ...]], seed: int, at: int, step: int
@@ -345,8 +396,9 @@ def test_memory_stays_within_what_is_stated() -> None:
 def test_values_that_are_not_finite_are_not_sent(bad: float, shape: tuple[int, ...]) -> None:
     x = np.zeros(shape, dtype=np.float32)
     x[-1] = bad
-    with pytest.raises(PayloadError):
-        encode(Codec(32), [x])
+    for codec in (Codec(32), *DENSE):
+        with pytest.raises(PayloadError):
+            encode(codec, [x])
 
 
 @pytest.mark.parametrize("bad", [(), (2, 2, 2), (0,), (3, 0)])
@@ -355,10 +407,10 @@ def test_shapes_that_cannot_be_tiled(bad: tuple[int, ...]) -> None:
         max_payload_size(Codec(32), [bad])
 
 
-@pytest.mark.parametrize("k", [0, 4097])
-def test_bad_codecs(k: int) -> None:
+@pytest.mark.parametrize(("k", "values"), [(0, "sym2"), (4097, "sym2"), (32, "int4"), (32, "int8"), (4095, "fp32")])
+def test_bad_codecs(k: int, values: str) -> None:
     with pytest.raises(ValueError, match="must be"):
-        Codec(k)
+        Codec(k, values)
 
 
 # --- sizes
@@ -422,3 +474,5 @@ def test_the_golden_payload() -> None:
     x = ((np.arange(96 * 128) * 2_654_435_761 % 1_000_003) - 500_000).reshape(96, 128).astype(np.float32)
     assert hashlib.sha256(encode(Codec(32), [x, x[0]])).hexdigest()[:16] == "f5be5c27d4a7a133"
     assert sparse.entries(Codec(32), [(96, 128), (128,)]) == 4 * 24 + 1
+    found = [hashlib.sha256(encode(codec, [x, x[0]])).hexdigest()[:16] for codec in DENSE]
+    assert found == ["49f5d5be6c9e2a0b", "c69adc1d52d508c4"]

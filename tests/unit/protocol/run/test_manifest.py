@@ -82,6 +82,33 @@ def test_the_digests_of_weights_to_begin_with_are_part_of_the_run() -> None:
     assert "initial_state[0]: must be a digest of 32 bytes" in refusal(names[0].upper(), *names[1:])
 
 
+def test_what_makes_no_sense_together_with_an_outer_momentum_is_refused() -> None:
+    base = to_toml(tiny.manifest())
+    dense, nesterov = 'topk = 4096\nvalues = "fp32"', 'optimizer = "nesterov"'
+
+    def of(*lines: str, head: str = "") -> bytes:
+        table, rest = base.split("[outer]\n")
+        kept = [line for line in rest.splitlines() if not line.startswith(("topk", "values"))]
+        return "\n".join([head, table, "[outer]", *lines, *kept]).encode()
+
+    made = from_toml(of(dense, nesterov), "t")
+    assert made.outer.momentum == 0.9
+    assert made.state_bytes("head") == 2 * layout.shard_bytes(made.model, "head")
+    assert made.state_shapes("head") == 2 * layout.shapes(made.model, "head")
+    plain_run = from_toml(of(dense), "t")
+    assert from_toml(of(dense, 'optimizer = "sgd"', "momentum = 0.9"), "t").run_id == plain_run.run_id
+    assert len({made.run_id, plain_run.run_id, from_toml(of(dense, nesterov, "momentum = 0.8"), "t").run_id}) == 3
+    digests = json.dumps(["1" * 64] * len(layout.shard_names(made.model)))
+    for lines, head, text in [
+        (['topk = 4096\nvalues = "sym2"', nesterov], "", 'outer: optimizer must be sgd where values is "sym2"'),
+        ([dense, 'optimizer = "adam"'], "", 'outer: optimizer must be one of sgd, nesterov, not "adam"'),
+        ([dense, nesterov, "momentum = 0.0"], "", "outer: momentum must be more than 0 and less than 1"),
+        ([dense, nesterov, "momentum = 1.0"], "", "outer: momentum must be more than 0 and less than 1"),
+        ([dense, nesterov], f"initial_state = {digests}", "initial_state must be empty where outer.optimizer is"),
+    ]:
+        assert text in _refusal(of(*lines, head=head))
+
+
 def test_every_field_but_the_hints_is_in_the_run_id() -> None:
     base = tiny.manifest()
     changed = {
@@ -154,7 +181,8 @@ def test_every_field_but_the_hints_is_in_the_run_id() -> None:
         ),
         ("train.beta1", "1.0", "train: beta1 and beta2 must be in [0, 1)"),
         ("train.warmup_steps", "100", "train: warmup_steps must be less than total_steps"),
-        ("outer.values", '"int8"', 'outer: values must be sym2, not "int8"'),
+        ("outer.values", '"int4"', 'outer: values must be one of sym2, int8, fp32, not "int4"'),
+        ("outer.values", '"int8"', "outer: topk must be 4096 where values is int8, which sends every element"),
         ("outer.indices", '"raw"', 'outer: indices must be rice, not "raw"'),
         ("rounds", "9" * 5000, "for integer string conversion"),
         ("train.lr", "9" * 400, "train.lr: must fit in 64 bits"),
