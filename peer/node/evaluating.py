@@ -144,7 +144,7 @@ class Scorer:
         """
         parts = (part for share in of.shares for part in part_lists.unpack(self._bytes(share.root)))
         codec, spec = self.manifest.outer.codec, self.manifest.model
-        update = [(x.shard, sparse.decode(codec, layout.shapes(spec, x.shard), self._bytes(x.digest))) for x in parts]
+        update = [(x.shard, sparse.moves(codec, layout.shapes(spec, x.shard), self._bytes(x.digest))) for x in parts]
         before = self._loss(model, assigned)
         with model.moved(update, STEP * self.manifest.outer.eta * of.scale):
             return self._loss(model, assigned) - before, self._loss(model, other) - plain

@@ -134,17 +134,22 @@ def add_to_feedback(outer: Outer, inner_loop: InnerLoop, shards: Sequence[str]) 
     """Adds the displacement of these shards to the error feedback, on the device that trains where it can. Raises
     LocalError for a value that is not finite."""
     for shard in shards:
-        device = inner_loop.on_device(shard)
+        device = _device(outer, inner_loop, shard)
         if device is not None:
             outer.accumulate_on(device, shard)
         else:
             outer.accumulate(shard, inner_loop.displacement(shard))
 
 
+def _device(outer: Outer, inner_loop: InnerLoop, shard: str) -> Accumulate | None:
+    """What computes the update of a shard on a device; None: the host does, as always where it is transformed."""
+    return None if outer.codec.is_transformed else inner_loop.on_device(shard)
+
+
 def encode_update(outer: Outer, inner_loop: InnerLoop, shards: Sequence[str]) -> Iterator[tuple[bytes, float]]:
     """As `add_to_feedback`; yields each shard's payload to offer and the L2 norm of what it sends. The bytes are the
     same on every device. Raises LocalError, PayloadError."""
-    devices = [inner_loop.on_device(shard) for shard in shards]
+    devices = [_device(outer, inner_loop, shard) for shard in shards]
     if shards and all(device is not None for device in devices):
         with ThreadPoolExecutor(SHARDS_AT_ONCE, "shard") as pool:
             yield from pool.map(outer.update, devices, shards)

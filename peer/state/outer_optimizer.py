@@ -3,6 +3,7 @@
 For every shard (algorithm 1 of SparseLoCo; Eq. 2 of Heterogeneous Low-Bandwidth Pre-Training):
 
     e    = β e + δ              δ = θ_global - θ_local after H inner steps      accumulate
+                                (its transform, where the codec has one: then e and sent are transforms, too)
     sent = Q(TopK(e));  e -= sent        the dequantized value                  encode
     e   += sent                          the contribution was not committed     restore_feedback
     e    = β e, and 0 where sent         sent, but a crash took δ               without_delta
@@ -31,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from protocol.codec import sparse
+from protocol.codec import dct, sparse, topk
 from protocol.codec.formats import Codec
 from protocol.codec.sparse import Sparse
 from protocol.codec.topk import Empty, Kept, Map, in_memory
@@ -102,6 +103,10 @@ class Outer:
             # θ is finite: it is b that may not be; their difference could still overflow, which `encode` refuses
             if not all(math.isfinite(x) for block in _blocks(b) for x in (block.min(), block.max())):
                 raise LocalError(f"{shard}: the pseudo-gradient is not finite; this round's work is dropped")
+        if self.codec.is_transformed:
+            tilings = [topk.tiling(a.shape, self.codec.topk) for a, _ in displacement]
+            deltas = [dct.transformed(a - b, t, self.run) for (a, b), t in zip(displacement, tilings, strict=True)]
+            displacement = [(delta, np.zeros_like(delta)) for delta in deltas]
         scratch = np.empty(BLOCK, dtype=np.float32)
         for e, (a, b) in zip(self._feedback(shard), displacement, strict=True):
             for e_block, a_block, b_block in zip(_blocks(e), _blocks(a), _blocks(b), strict=True):

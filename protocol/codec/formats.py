@@ -12,16 +12,19 @@ TILE = TILE_SIDE * TILE_SIDE
 """The most elements of a tile (protocol/codec/topk.py)."""
 VALUES, INDICES = ("sym2", "int8", "fp32"), "rice"
 """The formats of an update's values, the first the usual one, and of its indices."""
+TRANSFORMS = ("none", "dct")
+"""Of an update's tiles, before its entries are chosen (protocol/codec/dct.py)."""
 DENSE = ("int8", "fp32")
 """Formats of the values of all elements, without indices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Keep `topk` of every 4096 elements, as `values`."""
+    """Keep `topk` of every 4096 elements, as `values`, after a `transform` of the tiles."""
 
     topk: int
     values: str = VALUES[0]
+    transform: str = TRANSFORMS[0]
 
     def __post_init__(self) -> None:
         if not 1 <= self.topk <= TILE:
@@ -30,10 +33,18 @@ class Codec:
             raise ValueError(f'values must be one of {", ".join(VALUES)}, not "{self.values}"')
         if self.is_dense and self.topk != TILE:
             raise ValueError(f"topk must be {TILE} where values is {self.values}, which sends every element")
+        if self.transform not in TRANSFORMS:
+            raise ValueError(f'transform must be one of {", ".join(TRANSFORMS)}, not "{self.transform}"')
+        if self.is_dense and self.is_transformed:
+            raise ValueError(f"transform must be none where values is {self.values}, which sends every element")
 
     @property
     def is_dense(self) -> bool:
         return self.values in DENSE
+
+    @property
+    def is_transformed(self) -> bool:
+        return self.transform != "none"
 
 
 FORMATS = ("bf16", "fp32", "int8", "int4", "tah4", "sym2")

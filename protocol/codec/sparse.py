@@ -18,6 +18,10 @@ bands of tiles as have at most 2^16 n / k' elements, or one; it has the gaps' lo
 the quotients. Bits fill a byte from the lowest, each field ends at a whole byte, and padding is 0. An update has one
 payload only, and `decode` refuses every other, so equal updates have equal digests.
 
+*Transformed updates.* With `transform = dct` arrays, entries and their values are those of the tiles' transforms
+(protocol/codec/dct.py): error feedback, payloads, their norms and their comparisons too. `apply` transforms the total
+of each tile back, `moves` a payload.
+
 *Dense payloads* (`int8`, `fp32`) have every element, in tile order, and index format 0: no indices, lengths or
 centroids. `fp32`: the values, 0 without a sign. `int8`: for each segment the scale of every tile (fp32), then a signed
 byte an element: scale = max |x| / 127, 0 where that is subnormal, byte = x / scale, halves to even; the value is scale
@@ -35,7 +39,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from protocol.codec import topk
+from protocol.codec import dct, topk
 from protocol.codec.formats import Codec
 from protocol.codec.topk import Array, Empty, Kept, Map, Positions, Tiled, Tiling
 from protocol.errors import PotluckError
@@ -276,6 +280,20 @@ def decode(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memor
     return result
 
 
+def moves(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memoryview) -> list[Sparse]:
+    """The elements that a payload changes, and by how much; `decode` without a transform. Raises PayloadError."""
+    found = decode(codec, shapes, payload)
+    if not codec.is_transformed:
+        return found
+    result = []
+    for shape, sent in zip(shapes, found, strict=True):
+        x = np.zeros(tuple(shape), dtype=np.float32)
+        x.reshape(-1)[sent.index] = sent.values
+        x = dct.transformed(x, topk.tiling(x.shape, codec.topk), inverse=True)
+        result.append(Sparse(np.arange(x.size), x.reshape(-1)))
+    return result
+
+
 def decode_tiles(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memoryview) -> list[Tiled]:
     """As `decode`, in a form that takes less time and memory. Raises PayloadError."""
     result = []
@@ -331,17 +349,24 @@ def apply(
         index_MSK, values_MSK = np.empty(shape, dtype=np.uint16), np.empty(shape, dtype=np.float32)
         for m, (tensors, weight) in enumerate(zip(opened, weights, strict=True)):
             index_MSK[m], values_MSK[m] = _entries(place, tensors[number], weight)
-        _descend(arrays[number], new[number], part, index_MSK, values_MSK, eta)
+        inverse = codec.is_transformed and arrays[number].ndim == 2
+        _descend(arrays[number], new[number], part, index_MSK, values_MSK, eta, inverse)
 
     list(run(job, _places([topk.tiling(x.shape, codec.topk) for x in arrays])))
     return new
 
 
 def _descend(
-    old: Array, new: Array, part: Tiling, index_MSK: npt.NDArray[np.uint16], values_MSK: Array, eta: np.float32
+    old: Array,
+    new: Array,
+    part: Tiling,
+    index_MSK: npt.NDArray[np.uint16],
+    values_MSK: Array,
+    eta: np.float32,
+    inverse: bool,
 ) -> None:
-    """Writes a part of new = old - eta * sum of the M contributions. A block is summed up in tile order: B bands of A
-    tiles, r rows and c columns each."""
+    """Writes a part of new = old - eta * sum of the M contributions, transformed back if `inverse`. A block is summed
+    up in tile order: B bands of A tiles, r rows and c columns each."""
     n, A = part.n, part.across
     old_BrAc, new_BrAc = (x.reshape(-1, part.tr, A, part.tc)[part.band : part.band + part.bands] for x in (old, new))
     blocks = _cut(part, BLOCK)
@@ -357,6 +382,8 @@ def _descend(
         else:
             at = np.add(index_MSK[:, here], corner_S[: block.tiles], dtype=np.int64)
             np.add.at(total, at.reshape(-1), values_MSK[:, here].reshape(-1))  # one after the other, in this order
+        if inverse:
+            total[:] = dct.turned(total.reshape(-1, part.tr, part.tc), inverse=True).reshape(-1)
         if eta != 1:
             np.multiply(total, eta, out=total)
         total_BrAc = total.reshape(block.bands, A, part.tr, part.tc).transpose(0, 2, 1, 3)

@@ -156,6 +156,8 @@ class TrainSpec:
 class OuterSpec:
     """The outer step of SparseLoCo. topk: entries of every 4096; values: their format (protocol/codec/sparse.py).
 
+    transform: of the tiles whose entries are sent, none or dct (protocol/codec/dct.py)
+
     overlap: 1: replicas train the next round while this one is decided and applied (peer/node/rounds.py)
     optimizer: sgd, or nesterov with `momentum` (DiLoCo, arXiv:2311.08105)
     """
@@ -166,6 +168,7 @@ class OuterSpec:
     beta: float = 0.95
     eta: float = 1.0
     overlap: Annotated[int, Within(0, 1)] = 0
+    transform: str = field(default="none", metadata=LATER)
     optimizer: str = field(default="sgd", metadata=LATER)
     momentum: float = field(default=0.9, metadata=LATER)
 
@@ -187,7 +190,7 @@ class OuterSpec:
 
     @property
     def codec(self) -> Codec:
-        return Codec(topk=self.topk, values=self.values)
+        return Codec(topk=self.topk, values=self.values, transform=self.transform)
 
     @property
     def has_momentum(self) -> bool:

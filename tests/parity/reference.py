@@ -245,12 +245,22 @@ def largest_divisor(n: int, limit: int) -> int:
     return max(s for s in range(1, min(n, limit) + 1) if n % s == 0)
 
 
-def sparsify(e: Tensor, k: int, values: str) -> Tensor:
+def dct(n: int) -> Tensor:
+    """The orthonormal DCT-II [n, n]."""
+    k, i = torch.arange(n, dtype=torch.float64)[:, None], torch.arange(n, dtype=torch.float64)
+    waves = torch.cos(torch.pi * (i + 0.5) * k / n) * math.sqrt(2 / n)
+    waves[0] /= math.sqrt(2)
+    return waves
+
+
+def sparsify(e: Tensor, k: int, values: str, transform: str = "none") -> Tensor:
     """Q(TopK(e)), dense: per tile the largest of `e`, quantized with two centroids for the tensor ("sym2"), in steps of
-    a 127th of each tile's largest ("int8"), or as is."""
+    a 127th of each tile's largest ("int8"), or as is. "dct": of the cosine transforms of a matrix's tiles."""
     x = e if e.dim() == 2 else e.view(-1, largest_divisor(e.numel(), 4096))
     tr, tc = (largest_divisor(n, 64) for n in x.shape) if e.dim() == 2 else (1, x.shape[1])
     tiles = x.reshape(x.shape[0] // tr, tr, x.shape[1] // tc, tc).permute(0, 2, 1, 3)
+    if transform == "dct" and e.dim() == 2:
+        tiles = (dct(tr) @ tiles.double() @ dct(tc).T).float()
     flat = tiles.reshape(-1, tr * tc)
     keep = max(1, math.floor(tr * tc * k / 4096 + 0.5))
     index = flat.abs().topk(keep, dim=1).indices
@@ -268,6 +278,8 @@ def sparsify(e: Tensor, k: int, values: str) -> Tensor:
         step = kept.abs().amax(dim=1, keepdim=True) / 127
         kept = torch.round(kept / step.clamp_min(1e-30)) * step
     sent = torch.zeros_like(flat).scatter_(1, index, kept).view(tiles.shape)
+    if transform == "dct" and e.dim() == 2:
+        sent = (dct(tr).T @ sent.double() @ dct(tc)).float()
     return sent.permute(0, 2, 1, 3).reshape(e.shape)
 
 
@@ -349,7 +361,7 @@ def run(
                     ahead[-1][name] = theta[whole(name)] - delta
                     e = feedback[number][name]
                     e.mul_(outer["beta"]).add_(delta)
-                    sent[-1][name] = sparsify(e, outer["topk"], outer["values"])
+                    sent[-1][name] = sparsify(e, outer["topk"], outer["values"], outer.get("transform", "none"))
                     e.sub_(sent[-1][name])
         scales = clipped(sent) if outer.get("clip") else [1.0] * len(sent)
         for name, w in theta.items():

@@ -133,6 +133,7 @@ def test_muon_agrees_with_the_reference(wire: str) -> None:
 
 DENSE = OuterSpec(topk=4096, values="fp32", eta=0.7)
 FAMILY = {
+    "dct": dataclasses.replace(OUTER, transform="dct"),
     "averaged": DENSE,
     "averaged, int8": dataclasses.replace(DENSE, values="int8"),
     "nesterov": dataclasses.replace(DENSE, optimizer="nesterov"),
@@ -142,7 +143,7 @@ FAMILY = {
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_every_outer_step_agrees_with_the_reference(name: str) -> None:
-    """Federated averaging, and DiLoCo, with all values of an update or 8 bits of each."""
+    """Transformed updates; federated averaging, and DiLoCo, with all values of an update or 8 bits of each."""
     spec = dataclasses.replace(SPEC, residual_width=8)
     found, plain = agree("fp32", spec, outer=FAMILY[name]), agree("fp32", spec, outer=DENSE)
     assert found[0] == plain[0], "nothing has moved yet"

@@ -33,9 +33,9 @@ DILOCO = {"optimizer": "nesterov", "topk": 4096, "values": "fp32", "eta": 0.7}
     ("outer", "model", "train"),
     [
         ({}, {}, {}), ({"overlap": 1}, {}, {}), ({}, TODAY, {}), ({}, {}, {"optimizer": "muon"}),
-        (DILOCO, {}, {}), ({**DILOCO, "values": "int8"}, {}, {}),
+        ({"transform": "dct"}, {}, {}), (DILOCO, {}, {}), ({**DILOCO, "values": "int8"}, {}, {}),
     ],
-    ids=["waits", "overlaps", "today's architecture", "muon", "diloco", "diloco in int8"],
+    ids=["waits", "overlaps", "today's architecture", "muon", "dct", "diloco", "diloco in int8"],
 )  # fmt: skip
 def test_the_swarm_computes_what_the_equations_say(
     tmp_path: Path, outer: dict[str, Any], model: dict[str, Any], train: dict[str, Any]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peer.state.outer_optimizer import Outer
-from protocol.codec import sparse
+from protocol.codec import dct, sparse, topk
 from protocol.codec.formats import Codec
 from protocol.codec.sparse import PayloadError
 from protocol.errors import LocalError
@@ -184,6 +184,21 @@ def test_nesterov_is_that_of_pytorch(values: str) -> None:
     for a, v, parameter in zip(found[:2], found[2:], parameters, strict=True):
         np.testing.assert_allclose(a, parameter.numpy(), rtol=0, atol=1e-6)
         np.testing.assert_allclose(v, 0.9 * sgd.state[parameter]["momentum_buffer"].numpy(), rtol=1e-4, atol=1e-9)
+
+
+def test_a_transformed_update_loses_nothing() -> None:
+    """What was committed, and the transform of what is left in the feedback, are the sum of the work."""
+    codec = Codec(256, transform="dct")
+    o = outer(codec, beta=1.0, eta=0.5)
+    start, earned = flat(o.theta[SHARD]), np.zeros(flat(o.theta[SHARD]).size)
+    for round in range(5):
+        delta = pseudo_gradient(round)
+        earned += flat(delta)
+        o.accumulate(SHARD, displacement.of(delta))
+        o.apply(SHARD, [(1.0, o.encode(SHARD)[0])])
+    left = [dct.transformed(e, topk.tiling(e.shape, 256), inverse=True) for e in o.feedback[SHARD]]
+    assert np.abs(flat(left)).max() > 1e-4, "something is left"
+    np.testing.assert_allclose((start - flat(o.theta[SHARD])) / 0.5 + flat(left), earned, rtol=0, atol=1e-6)
 
 
 def test_a_bad_contribution_changes_nothing() -> None:

@@ -101,6 +101,7 @@ def test_what_makes_no_sense_together_with_an_outer_momentum_is_refused() -> Non
     digests = json.dumps(["1" * 64] * len(layout.shard_names(made.model)))
     for lines, head, text in [
         (['topk = 4096\nvalues = "sym2"', nesterov], "", 'outer: optimizer must be sgd where values is "sym2"'),
+        ([dense, 'transform = "dct"'], "", "outer: transform must be none where values is fp32, which sends every"),
         ([dense, 'optimizer = "adam"'], "", 'outer: optimizer must be one of sgd, nesterov, not "adam"'),
         ([dense, nesterov, "momentum = 0.0"], "", "outer: momentum must be more than 0 and less than 1"),
         ([dense, nesterov, "momentum = 1.0"], "", "outer: momentum must be more than 0 and less than 1"),
@@ -183,6 +184,7 @@ def test_every_field_but_the_hints_is_in_the_run_id() -> None:
         ("train.warmup_steps", "100", "train: warmup_steps must be less than total_steps"),
         ("outer.values", '"int4"', 'outer: values must be one of sym2, int8, fp32, not "int4"'),
         ("outer.values", '"int8"', "outer: topk must be 4096 where values is int8, which sends every element"),
+        ("outer.eta", '1.0\ntransform = "fft"', 'outer: transform must be one of none, dct, not "fft"'),
         ("outer.indices", '"raw"', 'outer: indices must be rice, not "raw"'),
         ("rounds", "9" * 5000, "for integer string conversion"),
         ("train.lr", "9" * 400, "train.lr: must fit in 64 bits"),
