@@ -364,7 +364,7 @@ class Rounds:
 
     def _encode_update(self, effect: member_events.EncodeUpdate) -> Offer:
         parts, shards = [], retention.trained_shards(self.manifest, effect.plan, self.peer)
-        encoded = encode_update(self.outer, self.inner_loop, shards)
+        encoded = encode_update(self.outer, self.inner_loop, shards, self.manifest.sample_seed(effect.plan.round))
         for shard, (payload, norm) in zip(shards, encoded, strict=True):
             digest = self.storage.blobs.put(payload, effect.plan.round, protect=True)
             parts.append(Part(shard=shard, digest=digest, size=len(payload), norm=norm))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -146,17 +147,19 @@ def _device(outer: Outer, inner_loop: InnerLoop, shard: str) -> Accumulate | Non
     return None if outer.codec.is_transformed else inner_loop.on_device(shard)
 
 
-def encode_update(outer: Outer, inner_loop: InnerLoop, shards: Sequence[str]) -> Iterator[tuple[bytes, float]]:
+def encode_update(
+    outer: Outer, inner_loop: InnerLoop, shards: Sequence[str], seed: bytes = b""
+) -> Iterator[tuple[bytes, float]]:
     """As `add_to_feedback`; yields each shard's payload to offer and the L2 norm of what it sends. The bytes are the
-    same on every device. Raises LocalError, PayloadError."""
+    same on every device. seed: as for `Outer.encode`. Raises LocalError, PayloadError."""
     devices = [_device(outer, inner_loop, shard) for shard in shards]
     if shards and all(device is not None for device in devices):
         with ThreadPoolExecutor(SHARDS_AT_ONCE, "shard") as pool:
-            yield from pool.map(outer.update, devices, shards)
+            yield from pool.map(functools.partial(outer.update, seed=seed), devices, shards)
     else:
         for shard in shards:
             add_to_feedback(outer, inner_loop, [shard])
-            yield outer.encode(shard)
+            yield outer.encode(shard, seed=seed)
 
 
 class RoundEnd:

@@ -5,6 +5,7 @@ For every shard (algorithm 1 of SparseLoCo; Eq. 2 of Heterogeneous Low-Bandwidth
     e    = β e + δ              δ = θ_global - θ_local after H inner steps      accumulate
                                 (its transform, where the codec has one: then e and sent are transforms, too)
     sent = Q(TopK(e));  e -= sent        the dequantized value                  encode
+                                (TopK among the sample, where the codec has one)
     e   += sent                          the contribution was not committed     restore_feedback
     e    = β e, and 0 where sent         sent, but a crash took δ               without_delta
     θ   -= η Σ_m w_m sent_m              in the order of the commit             apply
@@ -32,7 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from protocol.codec import dct, sparse, topk
+from protocol.codec import dct, philox, sparse, topk
 from protocol.codec.formats import Codec
 from protocol.codec.sparse import Sparse
 from protocol.codec.topk import Empty, Kept, Map, in_memory
@@ -118,17 +119,31 @@ class Outer:
         """`accumulate` on the device; returns the largest values of e. Raises LocalError, and leaves e unchanged."""
         return device(self._feedback(shard), self.beta, self.codec.topk, self.run)
 
-    def encode(self, shard: str, codec: Codec | None = None) -> tuple[bytes, float]:
+    def encode(self, shard: str, codec: Codec | None = None, seed: bytes = b"") -> tuple[bytes, float]:
         """Takes a payload out of e. Returns it and its L2 norm. Raises PayloadError if e is not finite.
 
         codec: for another peer's feedback; None: that of offers.
+        seed: of the elements that an offer is chosen from, where that is a sample (`Manifest.sample_seed`).
         """
-        payload = sparse.encode(codec or self.codec, self._feedback(shard), self.run)
+        arrays = self._feedback(shard) if codec is not None else self._sampled(shard, seed)
+        payload = sparse.encode(codec or self.codec, arrays, self.run)
         return payload, self._take(shard, payload, codec)
 
-    def update(self, device: Accumulate, shard: str) -> tuple[bytes, float]:
+    def _sampled(self, shard: str, seed: bytes) -> list[Array]:
+        """e, and 0 for the elements that are not in the sample."""
+        arrays, share = self._feedback(shard), self.codec.sample
+        if share == 1:
+            return arrays
+        named = zip(layout.tensors(self.spec, shard), arrays, strict=True)
+        masks = [philox.sample(seed, name, e.size, share).reshape(e.shape) for (name, _), e in named]
+        return [np.where(mask, e, np.float32(0)) for mask, e in zip(masks, arrays, strict=True)]
+
+    def update(self, device: Accumulate, shard: str, seed: bytes = b"") -> tuple[bytes, float]:
         """`accumulate_on` and `encode`; several shards at a time may do so. Raises LocalError, and leaves e unchanged;
         PayloadError if the sum is not finite."""
+        if self.codec.sample != 1:
+            self.accumulate_on(device, shard)
+            return self.encode(shard, seed=seed)
         payload = sparse.pack(self.codec, self.accumulate_on(device, shard), self.run)
         return payload, self._take(shard, payload, None)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 TILE_SIDE = 64
 TILE = TILE_SIDE * TILE_SIDE
 """The most elements of a tile (protocol/codec/topk.py)."""
-VALUES, INDICES = ("sym2", "int8", "fp32"), "rice"
+VALUES, INDICES = ("sym2", "int4", "int8", "fp32"), "rice"
 """The formats of an update's values, the first the usual one, and of its indices."""
 TRANSFORMS = ("none", "dct")
 """Of an update's tiles, before its entries are chosen (protocol/codec/dct.py)."""
@@ -20,11 +20,13 @@ DENSE = ("int8", "fp32")
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Keep `topk` of every 4096 elements, as `values`, after a `transform` of the tiles."""
+    """Keep `topk` of every 4096 elements, as `values`, after a `transform` of the tiles; `sample`: the share of the
+    elements, chosen at random, among which they are."""
 
     topk: int
     values: str = VALUES[0]
     transform: str = TRANSFORMS[0]
+    sample: float = 1.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.topk <= TILE:
@@ -35,8 +37,12 @@ class Codec:
             raise ValueError(f"topk must be {TILE} where values is {self.values}, which sends every element")
         if self.transform not in TRANSFORMS:
             raise ValueError(f'transform must be one of {", ".join(TRANSFORMS)}, not "{self.transform}"')
-        if self.is_dense and self.is_transformed:
-            raise ValueError(f"transform must be none where values is {self.values}, which sends every element")
+        if self.is_dense and (self.is_transformed or self.sample != 1):
+            raise ValueError(
+                f"transform must be none, sample 1 where values is {self.values}, which sends every element"
+            )
+        if not self.topk <= self.sample * TILE <= TILE:
+            raise ValueError(f"sample must be at most 1 and at least topk / {TILE}")
 
     @property
     def is_dense(self) -> bool:

@@ -36,6 +36,14 @@ def bits(seed: bytes, name: str, n: int) -> npt.NDArray[np.uint64]:
     return np.asarray(_philox(seed, name).random_raw(n), dtype=np.uint64)
 
 
+def sample(seed: bytes, name: str, n: int, share: float) -> npt.NDArray[np.bool_]:
+    """Which of `n` elements are in a random sample [n]: each with the probability `share`, in units of 2^-16. An
+    element has one lane of the stream `name`; a shorter call gives a prefix of a longer one."""
+    lanes = bits(seed, name, -(-n // 4)).astype("<u8").view("<u2")[:n]
+    found: npt.NDArray[np.bool_] = lanes < round(share * 65_536)
+    return found
+
+
 def normal_like(
     seed: bytes,
     name: str,

@@ -7,16 +7,20 @@ in ascending order in float64: t = mean(m); then eight times lo = mean(m <= t), 
 empty class takes the other's mean. The magnitude bit is m > t, the value +-lo or +-hi, both rounded once to fp32. Zero
 counts as positive.
 
+With `int4` four bits each, for a scale of each tile: scale = max |v| / 7, 0 where that is subnormal; v / scale, halves
+to even, plus 8. The value is scale * (code - 8), rounded to fp32.
+
 *Indices.* Tile by tile, ascending within one, in Rice codes (Rice, 1979; docs/adr/0006-rice-coded-indices.md): the gap
 g = i - (index before it in the set, or -1) - 1 has its r low bits in *planes* (the lowest bit of all numbers, then the
 next bit of all of them, and so on) and its quotient g >> r in unary: that many 0 and a 1. r is the least that minimizes
 the longest set, k (1 + r) + ((n - k) >> r) bits.
 
 *Payload*, little-endian: header `PSp`, version, value format 1, index format 1 (u8 each), k (u16); each segment's bytes
-of quotients (u32); then for each tensor its centroids lo, hi as fp32, and its segments. A segment is as many whole
-bands of tiles as have at most 2^16 n / k' elements, or one; it has the gaps' low bits, the codes, four to a byte, and
-the quotients. Bits fill a byte from the lowest, each field ends at a whole byte, and padding is 0. An update has one
-payload only, and `decode` refuses every other, so equal updates have equal digests.
+of quotients (u32); then for each tensor its centroids lo, hi as fp32 (none with `int4`), and its segments. A segment is
+as many whole bands of tiles as have at most 2^16 n / k' elements, or one; it has the gaps' low bits, the codes, four to
+a byte (with `int4` the scales as fp32, and two codes to a byte), and the quotients. Bits fill a byte from the lowest,
+each field ends at a whole byte, and padding is 0. An update has one payload only, and `decode` refuses every other, so
+equal updates have equal digests.
 
 *Transformed updates.* With `transform = dct` arrays, entries and their values are those of the tiles' transforms
 (protocol/codec/dct.py): error feedback, payloads, their norms and their comparisons too. `apply` transforms the total
@@ -24,8 +28,7 @@ of each tile back, `moves` a payload.
 
 *Dense payloads* (`int8`, `fp32`) have every element, in tile order, and index format 0: no indices, lengths or
 centroids. `fp32`: the values, 0 without a sign. `int8`: for each segment the scale of every tile (fp32), then a signed
-byte an element: scale = max |x| / 127, 0 where that is subnormal, byte = x / scale, halves to even; the value is scale
-* byte, rounded to fp32.
+byte an element, as `int4` with 127 for 7 and no 8.
 """
 
 from __future__ import annotations
@@ -129,13 +132,12 @@ def unrice(low: Bytes, quotients: Bytes, n: int, k: int, sets: int) -> npt.NDArr
 
 _HEADER = struct.Struct("<3sBBBH")
 _MAGIC, _VERSION = b"PSp", 2
-_NUMBERS = {"sym2": (1, 1), "int8": (2, 0), "fp32": (3, 0)}  # of the formats of values and indices
-_CENTROID_BYTES = 8
+_NUMBERS = {"sym2": (1, 1), "int4": (4, 1), "int8": (2, 0), "fp32": (3, 0)}  # of the formats of values and indices
+_CENTROID_BYTES = {"sym2": 8, "int4": 0}  # of a tensor
 _LENGTH = 4  # bytes of a segment's length of quotients
 SEGMENT = 1 << 16  # entries: part of the format
 BLOCK = 1 << 20  # elements that are summed up at a time
 _AS_IS = np.arange(4, dtype=np.float32)  # a table by which codes stand for themselves
-_MOST = 127  # magnitude of an int8
 _CODES = (np.arange(256)[:, None] >> np.arange(0, 8, 2)) & 3  # [256, 4]: the codes of a byte
 
 
@@ -171,9 +173,9 @@ def _max_payload_size(codec: Codec, shapes: tuple[tuple[int, ...], ...]) -> int:
         if codec.is_dense:
             size += sum(_dense_size(codec, part) for part in parts)
             continue
-        size += _CENTROID_BYTES
+        size += _CENTROID_BYTES[codec.values]
         for part in parts:
-            size += sum(_fields(part)) + _LENGTH + _quotients(part)[1]
+            size += sum(_fields(codec, part)) + _LENGTH + _quotients(part)[1]
     return size
 
 
@@ -187,9 +189,12 @@ def _cut(tiling: Tiling, elements: int) -> tuple[Tiling, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _fields(part: Tiling) -> tuple[int, int]:
-    """Bytes of a segment's index planes and codes."""
-    return packed_size(part.entries, rice_parameter(part.n, part.keep)), packed_size(part.entries, 2)
+def _fields(codec: Codec, part: Tiling) -> tuple[int, int]:
+    """Bytes of a segment's index planes, and of its codes with their scales."""
+    codes = packed_size(part.entries, 2)
+    if codec.values == "int4":
+        codes = 4 * part.tiles + packed_size(part.entries, 4)
+    return packed_size(part.entries, rice_parameter(part.n, part.keep)), codes
 
 
 @functools.lru_cache(maxsize=4096)
@@ -220,7 +225,7 @@ def pack(codec: Codec, tensors: Iterable[Kept], run: Map = map) -> bytes:
     if codec.is_dense:
         return b"".join([_header(codec), *run(functools.partial(_dense, codec), tensors)])
     lengths, pieces = [], []
-    for centroids, segments in run(_tensor, tensors):
+    for centroids, segments in run(functools.partial(_tensor, codec), tensors):
         pieces.append(centroids)
         for fields in segments:
             pieces += fields
@@ -228,9 +233,11 @@ def pack(codec: Codec, tensors: Iterable[Kept], run: Map = map) -> bytes:
     return b"".join([_header(codec), np.array(lengths, dtype="<u4").tobytes(), *pieces])
 
 
-def _tensor(kept: Kept) -> tuple[bytes, list[list[bytes]]]:
+def _tensor(codec: Codec, kept: Kept) -> tuple[bytes, list[list[bytes]]]:
     """Centroids of one tensor, and the fields of its segments."""
     _check_finite(kept)
+    if codec.values == "int4":
+        return b"", [_written(kept, None, part) for part in _segments(kept.tiling)]
     centroids, codes = quantize(kept.values)
     segments = [_written(kept, codes, part) for part in _segments(kept.tiling)]
     return centroids.astype("<f4").tobytes(), segments
@@ -241,11 +248,16 @@ def _check_finite(kept: Kept) -> None:
         raise PayloadError("update: has values that are not finite; nothing can be sent of it")
 
 
-def _written(kept: Kept, codes: Bytes, part: Tiling) -> list[bytes]:
-    """The fields of one segment; the quotients are the last."""
+def _written(kept: Kept, codes: Bytes | None, part: Tiling) -> list[bytes]:
+    """The fields of one segment; the quotients are the last. codes: None where a tile has a scale."""
     here = slice(part.first * part.keep, (part.first + part.tiles) * part.keep)
     low, quotients = rice(kept.index_TK[part.first : part.first + part.tiles], part.n)
-    return [low, fours(codes[here]), quotients]
+    if codes is not None:
+        return [low, fours(codes[here]), quotients]
+    scale_S1, codes_SK = _scaled(kept.values[here].reshape(part.tiles, part.keep), 7)
+    nibbles = np.zeros(2 * packed_size(part.entries, 4), dtype=np.uint8)
+    nibbles[: part.entries] = (codes_SK + 8).reshape(-1)
+    return [low, scale_S1.astype("<f4").tobytes(), (nibbles[0::2] | nibbles[1::2] << 4).tobytes(), quotients]
 
 
 # --- from bytes
@@ -299,15 +311,16 @@ def decode_tiles(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes |
     result = []
     for number, (shape, tensor) in enumerate(zip(shapes, _open(codec, shapes, payload), strict=True)):
         tiling = topk.tiling(tuple(shape), codec.topk)
-        if codec.is_dense:
-            every, places = np.arange(tiling.n, dtype=np.uint16), _places([tiling])
-            values = [_entries(replace(place, number=number), tensor, np.float32(1))[1] for place in places]
-            result.append(Tiled(np.tile(every, tiling.tiles), np.concatenate(values).reshape(-1), False))
+        if codec.values != "sym2":
+            places = [replace(place, number=number) for place in _places([tiling])]
+            found = [_entries(place, tensor, np.float32(1)) for place in places]
+            index = np.concatenate([index_SK.reshape(-1) for index_SK, _ in found])
+            result.append(Tiled(index, np.concatenate([values_SK.reshape(-1) for _, values_SK in found]), False))
             continue
         marked = np.empty(tiling.entries, dtype=np.uint16)
         for part, raw in zip(_segments(tiling), tensor.segments, strict=True):
             here = slice(part.first * part.keep, (part.first + part.tiles) * part.keep)
-            index_SK, code_SK = _read(part, number, _AS_IS, raw, np.float32(1))
+            index_SK, code_SK = _read(codec, part, number, _AS_IS, raw, np.float32(1))
             marked[here] = (index_SK | code_SK.astype(np.uint16) << np.uint16(topk.MARK)).reshape(-1)
         result.append(Tiled(marked, tensor.table, True))
     return result
@@ -408,7 +421,8 @@ def _open(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memory
     if not all(a <= length <= b for a, length, b in zip(least, lengths, most, strict=True)):
         raise PayloadError("payload: bytes of quotients are not within what their tensor's shape allows; refused")
     todo = iter(lengths)
-    sizes = [[_CENTROID_BYTES, *(sum(_fields(part)) + next(todo) for part in parts)] for parts in cut]
+    head = _CENTROID_BYTES[codec.values]
+    sizes = [[head, *(sum(_fields(codec, part)) + next(todo) for part in parts)] for parts in cut]
     total = start + sum(map(sum, sizes))
     if raw.size != total:
         raise PayloadError(f"payload: has {raw.size} bytes, must have {total}; refused")
@@ -416,7 +430,7 @@ def _open(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memory
     for number, of_tensor in enumerate(sizes):
         ends = list(itertools.accumulate(of_tensor, initial=at))
         first, *segments = (raw[a:b] for a, b in itertools.pairwise(ends))
-        result.append(_Tensor(codec, _table(number, first), segments))
+        result.append(_Tensor(codec, _table(number, first) if head else _AS_IS, segments))
         at = ends[-1]
     return result
 
@@ -435,22 +449,29 @@ def _entries(place: _Place, tensor: _Tensor, weight: np.float32) -> tuple[npt.ND
     """Indices within their tile and weight * values of a segment, [tiles, k'] each. Raises PayloadError."""
     part, raw = place.part, tensor.segments[place.segment]
     if not tensor.codec.is_dense:
-        return _read(part, place.number, tensor.table, raw, weight)
+        return _read(tensor.codec, part, place.number, tensor.table, raw, weight)
     every_SN = np.broadcast_to(np.arange(part.n, dtype=np.uint16), (part.tiles, part.n))
     return every_SN, weight * _read_dense(tensor.codec, part, place.number, raw)
 
 
 def _read(
-    part: Tiling, number: int, table: Array, raw: Bytes, weight: np.float32
+    codec: Codec, part: Tiling, number: int, table: Array, raw: Bytes, weight: np.float32
 ) -> tuple[npt.NDArray[np.uint16], Array]:
     """Indices within their tile and weight * values of a segment, [tiles, k'] each. Raises PayloadError."""
-    low, rest = _fields(part)
+    low, rest = _fields(codec, part)
     planes, field, quotients = raw[:low], raw[low : low + rest], raw[low + rest :]
     shape = part.tiles, part.keep
     try:
-        if _CODES[field[-1], part.entries % 4 or 4 :].any():
-            raise Malformed("padding is not zero")
-        values = (weight * table)[_CODES].take(field, axis=0).reshape(-1)[: part.entries]
+        if codec.values == "int4":
+            nibbles = np.stack([field[4 * part.tiles :] & 15, field[4 * part.tiles :] >> 4], axis=1).reshape(-1)
+            if nibbles[part.entries :].any():
+                raise Malformed("padding is not zero")
+            codes_SK = nibbles[: part.entries].astype(np.int8).reshape(shape) - np.int8(8)
+            values = weight * _unscaled(field[: 4 * part.tiles], codes_SK, 7, number)
+        else:
+            if _CODES[field[-1], part.entries % 4 or 4 :].any():
+                raise Malformed("padding is not zero")
+            values = (weight * table)[_CODES].take(field, axis=0).reshape(-1)[: part.entries]
         return unrice(planes, quotients, part.n, part.keep, part.tiles), values.reshape(shape)
     except Malformed as error:
         raise PayloadError(f"payload: tensor {number}: {error}; refused") from None
@@ -516,10 +537,8 @@ def _dense(codec: Codec, kept: Kept) -> bytes:
     pieces, tiling = [], kept.tiling
     for part in _segments(tiling):
         x_SN = kept.values.reshape(tiling.tiles, tiling.n)[part.first : part.first + part.tiles]
-        scale_S1 = np.abs(x_SN).max(axis=1, keepdims=True) / np.float32(_MOST)
-        scale_S1[scale_S1 < np.finfo(np.float32).tiny] = 0
-        codes_SN = np.rint(x_SN / np.where(scale_S1 > 0, scale_S1, np.float32(np.inf)))
-        pieces += [scale_S1.astype("<f4").tobytes(), codes_SN.astype(np.int8).tobytes()]
+        scale_S1, codes_SN = _scaled(x_SN, 127)
+        pieces += [scale_S1.astype("<f4").tobytes(), codes_SN.tobytes()]
     return b"".join(pieces)
 
 
@@ -543,12 +562,24 @@ def _read_dense(codec: Codec, part: Tiling, number: int, raw: Bytes) -> Array:
         if not np.isfinite(x).all() or ((x == 0) & np.signbit(x)).any():
             raise PayloadError(f"payload: tensor {number}: values are not finite, or a zero has a sign; refused")
         return x.reshape(part.tiles, part.n)
-    scale_S1 = raw[: 4 * part.tiles].view("<f4").astype(np.float32)[:, None]
-    codes_SN = raw[4 * part.tiles :].view(np.int8).reshape(part.tiles, part.n)
-    most = np.where(scale_S1 > 0, _MOST, 0)
+    return _unscaled(
+        raw[: 4 * part.tiles], raw[4 * part.tiles :].view(np.int8).reshape(part.tiles, part.n), 127, number
+    )
+
+
+def _scaled(x_SN: Array, most: int) -> tuple[Array, npt.NDArray[np.int8]]:
+    """The scale of each tile, and codes of its elements: whole numbers up to `most`."""
+    scale_S1 = np.abs(x_SN).max(axis=1, keepdims=True) / np.float32(most)
+    scale_S1[scale_S1 < np.finfo(np.float32).tiny] = 0
+    return scale_S1, np.rint(x_SN / np.where(scale_S1 > 0, scale_S1, np.float32(np.inf))).astype(np.int8)
+
+
+def _unscaled(scales: Bytes, codes_SN: npt.NDArray[np.int8], most: int, number: int) -> Array:
+    """The inverse of `_scaled`. Raises PayloadError."""
+    scale_S1 = scales.view("<f4").astype(np.float32)[:, None]
     is_scale = (scale_S1 == 0) & ~np.signbit(scale_S1) | (scale_S1 >= np.finfo(np.float32).tiny)
-    is_full = np.abs(codes_SN.astype(np.int16)).max(axis=1, keepdims=True) == most
-    is_finite = scale_S1.astype(np.float64) * _MOST <= np.finfo(np.float32).max
+    is_full = np.abs(codes_SN.astype(np.int16)).max(axis=1, keepdims=True) == np.where(scale_S1 > 0, most, 0)
+    is_finite = scale_S1.astype(np.float64) * most <= np.finfo(np.float32).max
     if not (is_scale & is_full & is_finite).all():
         raise PayloadError(f"payload: tensor {number}: scales are not those of their values; refused")
     return codes_SN * scale_S1

@@ -40,10 +40,10 @@ LEAVE_SECONDS = 20.0
 
 
 def codec(manifest: Manifest, topk: int) -> Codec:
-    """Of hand-overs with so many entries: the run's, but never with fewer than a round's payload has. What a dense
-    payload leaves in the feedback is little, and travels as a sparse one."""
+    """Of hand-overs with so many entries: the run's, but never with fewer than a round's payload has, and from all
+    elements. What a dense payload leaves in the feedback is little, and travels as a sparse one."""
     own = manifest.outer.codec
-    return Codec(topk) if own.is_dense else dataclasses.replace(own, topk=max(own.topk, topk))
+    return Codec(topk) if own.is_dense else dataclasses.replace(own, topk=max(own.topk, topk), sample=1.0)
 
 
 def largest(manifest: Manifest, handover: Handover) -> int:

@@ -157,6 +157,7 @@ class OuterSpec:
     """The outer step of SparseLoCo. topk: entries of every 4096; values: their format (protocol/codec/sparse.py).
 
     transform: of the tiles whose entries are sent, none or dct (protocol/codec/dct.py)
+    sample: the share of the elements, another random one in each round, of which the largest are sent (CocktailSGD)
 
     overlap: 1: replicas train the next round while this one is decided and applied (peer/node/rounds.py)
     optimizer: sgd, or nesterov with `momentum` (DiLoCo, arXiv:2311.08105)
@@ -169,6 +170,7 @@ class OuterSpec:
     eta: float = 1.0
     overlap: Annotated[int, Within(0, 1)] = 0
     transform: str = field(default="none", metadata=LATER)
+    sample: float = field(default=1.0, metadata=LATER)
     optimizer: str = field(default="sgd", metadata=LATER)
     momentum: float = field(default=0.9, metadata=LATER)
 
@@ -190,7 +192,7 @@ class OuterSpec:
 
     @property
     def codec(self) -> Codec:
-        return Codec(topk=self.topk, values=self.values, transform=self.transform)
+        return Codec(topk=self.topk, values=self.values, transform=self.transform, sample=self.sample)
 
     @property
     def has_momentum(self) -> bool:
@@ -414,6 +416,10 @@ class Manifest:
     def seed_bytes(self) -> bytes:
         """The seed of the data order, and of θ(0) unless `initial_state` names that."""
         return b"potluck/" + str(self.seed).encode()
+
+    def sample_seed(self, round: int) -> bytes:
+        """The seed of the elements that updates of a round are chosen from, the same ones for all replicas."""
+        return self.seed_bytes + f"/sample/{round}".encode()
 
     def _canonical(self) -> bytes:
         data = brief(self)

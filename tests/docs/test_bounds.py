@@ -43,6 +43,7 @@ WITH: dict[str, dict[str, Any]] = {
     },
     "quorum": {"operators": [key.peer_id for key in tiny.OPERATORS]},
     "values": {"outer": {"topk": 4096}},
+    "sample": {"outer": {"topk": 1}},
     "optimizer": {"outer": {"topk": 4096, "values": "fp32"}},
     "residual_width": {"model": {"d_model": 64, "n_heads": 1}, "chains": {"forward": "bf16", "backward": "bf16"}},
     "forward": {"model": {"d_model": 16, "n_heads": 1}},

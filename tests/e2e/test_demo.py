@@ -80,8 +80,9 @@ def test_processes_over_hivemind_and_tasks_in_memory_end_with_the_same_bits(
         {"topk": 4096, "values": "int8", "optimizer": "nesterov", "eta": 0.7},
         {"topk": 4096, "values": "fp32"},
         {"transform": "dct"},
+        {"sample": 0.1, "topk": 82, "values": "int4"},
     ],
-    ids=["diloco", "averaging", "dct"],
+    ids=["diloco", "averaging", "dct", "cocktail"],
 )
 def test_every_outer_step_ends_with_the_same_bits_over_processes_and_in_memory(
     outer: dict[str, Any], tmp_path: Path

@@ -22,7 +22,9 @@ Shapes: B rows, L positions, V vocabulary, D model width, W residual width, N he
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
+import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -253,9 +255,19 @@ def dct(n: int) -> Tensor:
     return waves
 
 
+def in_sample(seed: bytes, name: str, shape: Sequence[int], share: float) -> Tensor:
+    """Which elements can be sent, with a probability of `share` each: sixteen bits of Philox under the hash of seed and
+    name decide."""
+    key = hashlib.sha256(struct.pack("<I", len(seed)) + seed + name.encode()).digest()[:16]
+    words = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(-(-math.prod(shape) // 4))
+    lanes = np.stack([words >> np.uint64(16 * i) & np.uint64(0xFFFF) for i in range(4)], axis=1).reshape(-1)
+    return torch.tensor(lanes[: math.prod(shape)] < round(share * 65536)).view(*shape)
+
+
 def sparsify(e: Tensor, k: int, values: str, transform: str = "none") -> Tensor:
     """Q(TopK(e)), dense: per tile the largest of `e`, quantized with two centroids for the tensor ("sym2"), in steps of
-    a 127th of each tile's largest ("int8"), or as is. "dct": of the cosine transforms of a matrix's tiles."""
+    a 127th or a 7th of each tile's largest ("int8", "int4"), or as is. "dct": of the cosine transforms of a matrix's
+    tiles."""
     x = e if e.dim() == 2 else e.view(-1, largest_divisor(e.numel(), 4096))
     tr, tc = (largest_divisor(n, 64) for n in x.shape) if e.dim() == 2 else (1, x.shape[1])
     tiles = x.reshape(x.shape[0] // tr, tr, x.shape[1] // tc, tc).permute(0, 2, 1, 3)
@@ -274,8 +286,8 @@ def sparsify(e: Tensor, k: int, values: str, transform: str = "none") -> Tensor:
             hi = high.mean() if high.numel() else lo
             t = (lo + hi) / 2
         kept = torch.where(kept < 0, -1.0, 1.0) * torch.where(size > t, hi, lo).float()
-    if values == "int8":
-        step = kept.abs().amax(dim=1, keepdim=True) / 127
+    if values in ("int8", "int4"):
+        step = kept.abs().amax(dim=1, keepdim=True) / {"int8": 127, "int4": 7}[values]
         kept = torch.round(kept / step.clamp_min(1e-30)) * step
     sent = torch.zeros_like(flat).scatter_(1, index, kept).view(tiles.shape)
     if transform == "dct" and e.dim() == 2:
@@ -361,7 +373,11 @@ def run(
                     ahead[-1][name] = theta[whole(name)] - delta
                     e = feedback[number][name]
                     e.mul_(outer["beta"]).add_(delta)
-                    sent[-1][name] = sparsify(e, outer["topk"], outer["values"], outer.get("transform", "none"))
+                    among = e
+                    if outer.get("sample", 1.0) < 1:  # CocktailSGD
+                        seed = outer["seed"] + f"/sample/{r}".encode()
+                        among = torch.where(in_sample(seed, whole(name), e.shape, outer["sample"]), e, 0.0)
+                    sent[-1][name] = sparsify(among, outer["topk"], outer["values"], outer.get("transform", "none"))
                     e.sub_(sent[-1][name])
         scales = clipped(sent) if outer.get("clip") else [1.0] * len(sent)
         for name, w in theta.items():

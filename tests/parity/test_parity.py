@@ -64,7 +64,7 @@ def config(outer: OuterSpec, wire: str, spec: ModelSpec, replicas: Replicas, tra
     return {
         "model": dataclasses.asdict(spec),
         "replicas": [{"stages": stages} for stages in replicas],
-        "outer": {**dataclasses.asdict(outer), "clip": True},
+        "outer": {**dataclasses.asdict(outer), "clip": True, "seed": tiny.manifest().seed_bytes},
         "rounds": ROUNDS,
         "wire": wire,
         **dataclasses.asdict(train),
@@ -133,6 +133,7 @@ def test_muon_agrees_with_the_reference(wire: str) -> None:
 
 DENSE = OuterSpec(topk=4096, values="fp32", eta=0.7)
 FAMILY = {
+    "cocktail": dataclasses.replace(OUTER, sample=0.1, topk=82, values="int4"),
     "dct": dataclasses.replace(OUTER, transform="dct"),
     "averaged": DENSE,
     "averaged, int8": dataclasses.replace(DENSE, values="int8"),
@@ -143,7 +144,8 @@ FAMILY = {
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_every_outer_step_agrees_with_the_reference(name: str) -> None:
-    """Transformed updates; federated averaging, and DiLoCo, with all values of an update or 8 bits of each."""
+    """Samples of updates in 4 bits (CocktailSGD), transformed ones (DeMo), federated averaging, and DiLoCo, with all
+    values of an update or 8 bits of each."""
     spec = dataclasses.replace(SPEC, residual_width=8)
     found, plain = agree("fp32", spec, outer=FAMILY[name]), agree("fp32", spec, outer=DENSE)
     assert found[0] == plain[0], "nothing has moved yet"
@@ -196,7 +198,7 @@ def agree(
             for stage, state in zip(stages, own, strict=True):
                 for shard in stage.shards:
                     state.accumulate(shard, stage.displacement(shard))
-                    payloads[-1].setdefault(shard, []).append(state.encode(shard)[0])
+                    payloads[-1].setdefault(shard, []).append(state.encode(shard, seed=manifest.sample_seed(r))[0])
         scaled = [w * scale for w, scale in zip(WEIGHTS, scales(payloads, manifest), strict=True)]
         assert min(scaled) < 1 / 3
         everybody = [*itertools.chain(*outers)]

@@ -26,6 +26,7 @@ TODAY = {
 }  # fmt: skip
 
 
+COCKTAIL = {"sample": 0.1, "topk": 82, "values": "int4"}
 DILOCO = {"optimizer": "nesterov", "topk": 4096, "values": "fp32", "eta": 0.7}
 
 
@@ -33,9 +34,9 @@ DILOCO = {"optimizer": "nesterov", "topk": 4096, "values": "fp32", "eta": 0.7}
     ("outer", "model", "train"),
     [
         ({}, {}, {}), ({"overlap": 1}, {}, {}), ({}, TODAY, {}), ({}, {}, {"optimizer": "muon"}),
-        ({"transform": "dct"}, {}, {}), (DILOCO, {}, {}), ({**DILOCO, "values": "int8"}, {}, {}),
+        (COCKTAIL, {}, {}), ({"transform": "dct"}, {}, {}), (DILOCO, {}, {}), ({**DILOCO, "values": "int8"}, {}, {}),
     ],
-    ids=["waits", "overlaps", "today's architecture", "muon", "dct", "diloco", "diloco in int8"],
+    ids=["waits", "overlaps", "today's architecture", "muon", "cocktail", "dct", "diloco", "diloco in int8"],
 )  # fmt: skip
 def test_the_swarm_computes_what_the_equations_say(
     tmp_path: Path, outer: dict[str, Any], model: dict[str, Any], train: dict[str, Any]
@@ -62,7 +63,7 @@ def test_the_swarm_computes_what_the_equations_say(
     config = {
         "model": dataclasses.asdict(spec),
         "replicas": [{"stages": [(s.first, s.last) for s in r.stages]} for r in plan.replicas],
-        "outer": {name: getattr(manifest.outer, name) for name in manifest.outer.__slots__},
+        "outer": {**dataclasses.asdict(manifest.outer), "seed": manifest.seed_bytes},
         "rounds": manifest.rounds,
         "wire": manifest.chains.forward,
         **{name: getattr(inner, name) for name in inner.__slots__},

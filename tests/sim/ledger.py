@@ -37,7 +37,7 @@ from safetensors.numpy import load
 from peer.state import handover as moves
 from peer.state import storage
 from peer.state.outer_optimizer import Outer
-from protocol.codec import blob_hash, sparse
+from protocol.codec import blob_hash, dct, sparse, topk
 from protocol.codec.formats import Codec
 from protocol.ledger import part_lists, rules, run_state
 from protocol.ledger.run_state import RunState
@@ -285,11 +285,10 @@ class Ledger:
 
     def digests(self, round: int) -> dict[str, str]:
         """What every honest peer must attest after `round`, by shard."""
-        manifest, model = self.manifest, self.manifest.model
+        manifest = self.manifest
         if self._replay is None:
-            self._replay = Outer(model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta)
-            seed = manifest.seed_bytes
-            self._replay.theta = {s: init.initial_shard(model, seed, s) for s in layout.shard_names(model)}
+            self._replay = Outer.of(manifest)
+            self._replay.theta = {s: init.initial_state(manifest, s) for s in layout.shard_names(manifest.model)}
             self._digests.append({s: self._replay.digest(s) for s in self._replay.theta})
         while len(self._digests) <= round:
             commit = self.log[len(self._digests)]
@@ -328,7 +327,7 @@ class Ledger:
         """e, as it must be: what was learned of a shard, less what was sent of it and is, or may yet be, committed.
         `upto`: a round whose offer is not decided yet; `given_back`: it went back into e."""
         shapes, beta = layout.shapes(self.manifest.model, shard), float(self.manifest.outer.beta)
-        left = [np.zeros(shape) for shape in shapes]
+        left, codec = [np.zeros(shape) for shape in shapes], self.manifest.outer.codec
         entries, moves = self.entries.get((who, shard), {}), self.moves.get((who, shard), [])
         for round in sorted({*entries, *(move.round for move in moves)}):
             if upto is not None and round > upto:
@@ -337,10 +336,10 @@ class Ledger:
             if entry is not None and (entry.part or entry.delta is not None):  # else nothing is left of that round
                 for x in left:
                     x *= beta
-                part, codec = entry.part, self.manifest.outer.codec
+                part = entry.part
                 out = part and (not given_back if round == upto else self._includes(self.log[round], who, part))
                 for x, delta in zip(left, entry.delta or [], strict=entry.delta is not None):
-                    x += delta
+                    x += dct.transformed(delta, topk.tiling(delta.shape, 1)) if codec.is_transformed else delta
                 if part and entry.delta is None:  # it counts as what was sent
                     self._clear(left, shapes, codec, part.digest)
                     if not out:
@@ -349,8 +348,8 @@ class Ledger:
                     self._change(left, shapes, codec, part.digest, -1)
             for move in moves:
                 if move.round == round:
-                    codec = handover.codec(self.manifest, move.handover.topk)
-                    self._change(left, shapes, codec, move.handover.blob, move.sign)
+                    moved = handover.codec(self.manifest, move.handover.topk)
+                    self._change(left, shapes, moved, move.handover.blob, move.sign)
         return left
 
     def _change(self, arrays: Exact, shapes: tuple[tuple[int, ...], ...], codec: Codec, name: str, sign: int) -> None:

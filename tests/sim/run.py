@@ -9,6 +9,7 @@
     python -m tests.sim.run --seeds 0:1000 --quarrels      # and members of chains who accuse each other for no reason
     python -m tests.sim.run --seeds 0:1000 --colluders     # and volunteers who agree on bad work
     python -m tests.sim.run --seeds 0:1000 --long          # and archives that remove what is not needed any more
+    python -m tests.sim.run --seeds 0:1000 --family        # runs of other methods: outer momentum, dense updates, ...
     python -m tests.sim.run --seeds 0:1000 --lying-nodes --calm
     python -m tests.sim.run --seeds 0:1000 --quarrels --calm
 
@@ -111,6 +112,7 @@ def main() -> int:
     parser.add_argument("--quarrels", action="store_true", help="members of chains say of each other that they lie")
     parser.add_argument("--colluders", action="store_true", help="volunteers who agree on bad work")
     parser.add_argument("--long", action="store_true", help="many rounds: archives remove the first payloads")
+    parser.add_argument("--family", action="store_true", help="other methods than the usual one")
     arguments = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.execve(
@@ -130,7 +132,7 @@ def main() -> int:
     return 0
 
 
-CHOICES = ("liars", "lying_nodes", "calm", "probation", "fixed", "quarrels", "colluders", "long")
+CHOICES = ("liars", "lying_nodes", "calm", "probation", "fixed", "quarrels", "colluders", "long", "family")
 
 
 def chosen_of(arguments: argparse.Namespace) -> dict[str, Any]:

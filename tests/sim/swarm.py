@@ -60,6 +60,12 @@ LONG_QUORUMS = ((1, 1), (4, 4), (4, 5))
 LATE = 2
 """Newest rounds of which a node that learned the commit before it had all payloads removes what was coming for an
 offer, and fetches it again for the commit."""
+FAMILY = (
+    OuterSpec(topk=4096, values="fp32", optimizer="nesterov", eta=0.7),
+    OuterSpec(topk=4096, values="int8", optimizer="nesterov", momentum=0.5),
+    OuterSpec(topk=1024, transform="dct"),
+    OuterSpec(topk=512, values="int4", sample=0.25),
+)
 SHARE = 0.4
 LATEST = 40.0
 """By then everybody has started."""
@@ -72,7 +78,7 @@ class Swarm:
     quarrel and do not. `probation`: newcomers' rounds of it; nobody has more than SHARE of a round's weight then.
     `fixed`: nobody becomes an operator, or ceases to be one. `quarrels`: members of chains say of each other that they
     lie, for no reason. `colluders`: volunteers agree on bad work. `long`: so many rounds of so large payloads that the
-    archives remove the first ones."""
+    archives remove the first ones. `family`: another method than the usual one, by the seed."""
 
     def __init__(
         self,
@@ -87,6 +93,7 @@ class Swarm:
         quarrels: bool = False,
         colluders: bool = False,
         long: bool = False,
+        family: bool = False,
     ) -> None:
         rng = random.Random(seed)
         kind = "swarm" if quarrels else kind_of(seed)
@@ -113,7 +120,11 @@ class Swarm:
             quorum=quorum,
             checkpoint_rounds=rng.choice((1, 2, 4)),
             admission=AdmissionSpec(probation=probation, share=SHARE if probation else 1.0),
-            outer=OuterSpec(topk=4096 if long else 1024, beta=rng.choice((0.5, 1.0)), overlap=rng.choice((0, 1))),
+            outer=dataclasses.replace(
+                FAMILY[seed % len(FAMILY)] if family else OuterSpec(topk=4096 if long else 1024),
+                beta=rng.choice((0.5, 1.0)),
+                overlap=rng.choice((0, 1)),
+            ),
         )
         drawn = weather(rng, seed)
         drawn = dataclasses.replace(drawn, calm_at=0.0 if calm else drawn.calm_at * (LONG_STORM if long else 1))

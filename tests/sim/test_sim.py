@@ -42,6 +42,11 @@ def test_every_promise_is_kept_while_all_faults_happen_and_the_work_is_done_neve
     assert stats["commits"] > 3 * len(found)
 
 
+def test_other_methods_of_the_family_keep_every_promise() -> None:
+    """An outer momentum and dense updates, transformed ones, and ones of a sample."""
+    lived(lambda stats: stats["states compared"] > 100 and stats["recovered"] > 2, range(8), most=24, family=True)
+
+
 def test_made_up_identities_that_say_what_they_like_break_no_promise() -> None:
     lived(lambda stats: stats["lies"] > 1000, (0, 2, 3), liars=6)
 

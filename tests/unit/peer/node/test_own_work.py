@@ -48,7 +48,9 @@ class Side:
 
     def end_round(self) -> dict[str, tuple[bytes, float]]:
         """What was offered, which is then applied."""
-        offered = dict(zip(self.shards, encode_update(self.outer, self.trainer, self.shards), strict=True))
+        offered = dict(
+            zip(self.shards, encode_update(self.outer, self.trainer, self.shards, b"of a round"), strict=True)
+        )
         for shard, (payload, _) in offered.items():
             self.outer.apply(shard, [(0.5, payload), (0.25, payload)])
         return offered
@@ -66,7 +68,15 @@ def same(a: Side, b: Side) -> None:
 
 @pytest.mark.parametrize(
     ("shards", "codec"),
-    [(WHOLE, SPARSE), (FIRST, SPARSE), (LAST, SPARSE), (WHOLE, Codec(4096, "int8")), (FIRST, Codec(4096, "fp32"))],
+    [
+        (WHOLE, SPARSE),
+        (FIRST, SPARSE),
+        (LAST, SPARSE),
+        (WHOLE, Codec(4096, "int8")),
+        (FIRST, Codec(4096, "fp32")),
+        (WHOLE, Codec(64, "int4", "dct", 0.1)),
+        (WHOLE, Codec(64, sample=0.1)),
+    ],
 )
 def test_rounds_are_the_same_with_a_device_and_without(shards: tuple[str, ...], codec: Codec) -> None:
     """Offered, kept, offered; the parameters of each round come from the state that the one before made."""

@@ -186,6 +186,23 @@ def test_nesterov_is_that_of_pytorch(values: str) -> None:
         np.testing.assert_allclose(v, 0.9 * sgd.state[parameter]["momentum_buffer"].numpy(), rtol=1e-4, atol=1e-9)
 
 
+def test_a_sample_is_another_one_in_each_round_and_the_rest_stays() -> None:
+    spec = ModelSpec(vocab_size=256, d_model=64, n_layers=1, n_heads=2, d_ff=24, context=8)
+    o, shapes = Outer(spec, Codec(82, "int4", sample=0.1), 1.0, 1.0), layout.shapes(spec, SHARD)
+    o.accumulate(SHARD, displacement.of([np.ones(shape, np.float32) for shape in shapes]))
+    payloads, sent = [], []
+    for seed in (b"1", b"2", b"1"):
+        payloads.append(o.encode(SHARD, seed=seed)[0])
+        moved = sparse.decode(o.codec, shapes, payloads[-1])[1]
+        assert len(moved.index) == np.count_nonzero(moved.values) == 4 * 82
+        sent.append(set(moved.index.tolist()))
+        left = [set(np.flatnonzero(e < 0.5).tolist()) for e in o.feedback[SHARD]]
+        assert left[1] == sent[-1], "only what was sent is gone"
+        o.restore_feedback(SHARD, payloads[-1])
+    assert payloads[0] == payloads[2]
+    assert len(sent[0] & sent[1]) < 0.3 * len(sent[0]), "about a tenth is in both"
+
+
 def test_a_transformed_update_loses_nothing() -> None:
     """What was committed, and the transform of what is left in the feedback, are the sum of the work."""
     codec = Codec(256, transform="dct")

@@ -101,7 +101,8 @@ def test_what_makes_no_sense_together_with_an_outer_momentum_is_refused() -> Non
     digests = json.dumps(["1" * 64] * len(layout.shard_names(made.model)))
     for lines, head, text in [
         (['topk = 4096\nvalues = "sym2"', nesterov], "", 'outer: optimizer must be sgd where values is "sym2"'),
-        ([dense, 'transform = "dct"'], "", "outer: transform must be none where values is fp32, which sends every"),
+        ([dense, 'transform = "dct"'], "", "outer: transform must be none, sample 1 where values is fp32, which"),
+        ([dense, "sample = 0.5"], "", "outer: transform must be none, sample 1 where values is fp32, which"),
         ([dense, 'optimizer = "adam"'], "", 'outer: optimizer must be one of sgd, nesterov, not "adam"'),
         ([dense, nesterov, "momentum = 0.0"], "", "outer: momentum must be more than 0 and less than 1"),
         ([dense, nesterov, "momentum = 1.0"], "", "outer: momentum must be more than 0 and less than 1"),
@@ -182,7 +183,9 @@ def test_every_field_but_the_hints_is_in_the_run_id() -> None:
         ),
         ("train.beta1", "1.0", "train: beta1 and beta2 must be in [0, 1)"),
         ("train.warmup_steps", "100", "train: warmup_steps must be less than total_steps"),
-        ("outer.values", '"int4"', 'outer: values must be one of sym2, int8, fp32, not "int4"'),
+        ("outer.values", '"int3"', 'outer: values must be one of sym2, int4, int8, fp32, not "int3"'),
+        ("outer.eta", "1.0\nsample = 1.5", "outer: sample must be at most 1 and at least topk / 4096"),
+        ("outer.eta", "1.0\nsample = 0.0078", "outer: sample must be at most 1 and at least topk / 4096"),
         ("outer.values", '"int8"', "outer: topk must be 4096 where values is int8, which sends every element"),
         ("outer.eta", '1.0\ntransform = "fft"', 'outer: transform must be one of none, dct, not "fft"'),
         ("outer.indices", '"raw"', 'outer: indices must be rice, not "raw"'),
