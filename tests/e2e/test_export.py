@@ -34,6 +34,7 @@ from protocol.run.layout import ModelSpec, RopeScaling
 from protocol.run.manifest import Manifest
 from protocol.wire import schema
 from tests.e2e import swarms
+from tests.support.family import FAMILY
 
 ROUNDS = 3
 SHARED: dict[str, Any] = {"num_key_value_heads": 1, "use_qk_norm": True, "document_end_id": 0}
@@ -55,10 +56,12 @@ class Done:
     chain: tuple[Path, ...]
 
 
-def trained(out: Path, chains: int = 1, in_memory: bool = False, **model: Any) -> Done:
-    """A full replica, and a chain of two or none. `model`: fields of its ModelSpec."""
+def trained(
+    out: Path, chains: int = 1, in_memory: bool = False, outer: dict[str, Any] | None = None, **model: Any
+) -> Done:
+    """A full replica, and a chain of two or none. `outer`, `model`: fields of its OuterSpec and ModelSpec."""
     chosen = swarms.options(out, full=1, chains=chains, residual_width=8 * chains, rounds=ROUNDS, in_memory=in_memory)
-    manifest = swarms.manifest(chosen, model=model)
+    manifest = swarms.manifest(chosen, model=model, outer=outer or {})
     swarms.run(chosen, manifest)
     full, *chain = (
         out / name / "checkpoint-00000001" for name in ("full-0", "chain-0-0", "chain-0-1")[: 1 + 2 * chains]
@@ -100,6 +103,17 @@ def exports_agree(done: Done, folder: Path) -> None:
 def test_a_full_replica_a_chain_and_the_archive_give_the_same_files(done: Done, tmp_path: Path) -> None:
     assert done.chain
     exports_agree(done, tmp_path)
+
+
+def test_an_outer_momentum_is_part_of_the_state_and_not_of_the_model(tmp_path: Path) -> None:
+    made = trained(tmp_path / "run", in_memory=True, outer=FAMILY["diloco in int8"])
+    assert potluck("log", "verify", made.folder) == 0
+    assert potluck("log", "verify", made.folder, "--checkpoint", made.full) == 0
+    exports_agree(made, tmp_path)
+    weights = (tmp_path / "archive" / WEIGHTS).stat().st_size
+    assert weights < 1.5 * 4 * layout.total_parameters(made.manifest.model)
+    held = (made.full / "head.safetensors").stat().st_size
+    assert held > 1.9 * layout.shard_bytes(made.manifest.model, "head")
 
 
 @pytest.mark.parametrize("kind", NEWER)

@@ -375,7 +375,7 @@ def run(
                     e.mul_(outer["beta"]).add_(delta)
                     among = e
                     if outer.get("sample", 1.0) < 1:  # CocktailSGD
-                        seed = outer["seed"] + f"/sample/{r}".encode()
+                        seed = outer["seed"] + f"/sample/{r + 1}".encode()
                         among = torch.where(in_sample(seed, whole(name), e.shape, outer["sample"]), e, 0.0)
                     sent[-1][name] = sparsify(among, outer["topk"], outer["values"], outer.get("transform", "none"))
                     e.sub_(sent[-1][name])

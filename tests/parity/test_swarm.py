@@ -16,6 +16,7 @@ from protocol.run.corpus import slots
 from protocol.run.layout import RopeScaling
 from tests.e2e import swarms
 from tests.parity import reference
+from tests.support.family import FAMILY
 
 pytestmark = pytest.mark.slow
 
@@ -26,17 +27,16 @@ TODAY = {
 }  # fmt: skip
 
 
-COCKTAIL = {"sample": 0.1, "topk": 82, "values": "int4"}
-DILOCO = {"optimizer": "nesterov", "topk": 4096, "values": "fp32", "eta": 0.7}
+SOME = ("diloco", "diloco in int8", "dct", "cocktail")
 
 
 @pytest.mark.parametrize(
     ("outer", "model", "train"),
     [
         ({}, {}, {}), ({"overlap": 1}, {}, {}), ({}, TODAY, {}), ({}, {}, {"optimizer": "muon"}),
-        (COCKTAIL, {}, {}), ({"transform": "dct"}, {}, {}), (DILOCO, {}, {}), ({**DILOCO, "values": "int8"}, {}, {}),
+        *((FAMILY[name], {}, {}) for name in SOME),
     ],
-    ids=["waits", "overlaps", "today's architecture", "muon", "cocktail", "dct", "diloco", "diloco in int8"],
+    ids=["waits", "overlaps", "today's architecture", "muon", *SOME],
 )  # fmt: skip
 def test_the_swarm_computes_what_the_equations_say(
     tmp_path: Path, outer: dict[str, Any], model: dict[str, Any], train: dict[str, Any]

@@ -26,6 +26,7 @@ from protocol.wire.commit import Commit, LeftOut
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.schema import build, plain
 from tests.support import tiny
+from tests.support.family import FAMILY
 
 MANIFEST = tiny.manifest(outer=OuterSpec(topk=64, beta=1.0))
 LAYERS = MANIFEST.model.n_layers
@@ -151,6 +152,15 @@ def test_a_slow_line_takes_less() -> None:
     for k, size in zip(rules.TOPK[:-1], sizes, strict=False):
         assert rules.leaving_topk(MANIFEST, SHARDS, -(-8 * size // 5), 10.0) == k
     assert rules.leaving_topk(MANIFEST, SHARDS, 0, 10.0) == rules.TOPK[-1]
+
+
+@pytest.mark.parametrize("method", FAMILY)
+def test_the_feedback_of_every_method_moves_as_a_sparse_payload(method: str) -> None:
+    run = tiny.manifest(outer=OuterSpec(**FAMILY[method]))
+    for k in rules.TOPK:
+        codec = rules.codec(run, k)
+        assert (codec.is_dense, codec.sample, codec.transform) == (False, 1.0, run.outer.transform)
+        assert k <= codec.topk <= 1024, "less than a dense payload has"
 
 
 # --- two peers with disks, which may die at any operation

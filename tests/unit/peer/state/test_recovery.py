@@ -26,6 +26,7 @@ from protocol.planning import memory
 from protocol.run import layout
 from protocol.run.manifest import ChainSpec, OuterSpec
 from protocol.wire.framing import FrameError, unpack_message
+from tests.support.family import FAMILY
 from tests.support.recovery import SHARDS, Rounds, is_right, planned, to
 from tests.support.volunteers import MODEL, Swarm, Volunteer, manifest
 
@@ -152,8 +153,7 @@ async def test_a_newcomer_takes_the_newest_checkpoint_and_replays_the_rest(tmp_p
 
 async def test_a_newcomers_state_has_the_momentum_of_the_outer_optimizer(tmp_path: Path) -> None:
     """From a checkpoint of others, and after a restart; the log leads to the same state."""
-    diloco = OuterSpec(topk=4096, values="int8", optimizer="nesterov", eta=0.7)
-    async with begun(tmp_path, 13, outer=diloco) as (swarm, rounds, _):
+    async with begun(tmp_path, 13, outer=OuterSpec(**FAMILY["diloco in int8"])) as (swarm, rounds, _):
         newcomer = await joined(swarm, rounds)
         assert newcomer.bases == dict.fromkeys(SHARDS, 10)
         state = newcomer.rounds.outer.theta["head"]

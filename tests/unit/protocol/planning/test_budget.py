@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from peer.cli import plan as plan_command
 from peer.training import device, update
 from protocol.errors import UsageError
+from protocol.ledger import retention
 from protocol.planning import arrange as arranging
 from protocol.planning import budget, explain, memory, partition
 from protocol.planning.arrange import arrange
@@ -22,10 +23,12 @@ from protocol.planning.budget import Budget
 from protocol.planning.partition import Candidate
 from protocol.planning.planner import still_fit
 from protocol.run import layout
+from protocol.run.manifest import OuterSpec
 from protocol.wire.announcement import Announcement
 from protocol.wire.plan import ReplicaSpec, StageSpec
 from protocol.wire.schema import build, plain
 from tests.support import plans, tiny
+from tests.support.family import FAMILY
 from tests.support.gpu_memory import GB, RUNS
 
 FREE = 0.9
@@ -126,6 +129,20 @@ def test_with_overlap_where_the_next_round_begins_lies_on_the_host() -> None:
     (own, host), (before, beside) = (budget.needs_of(m, 1, 3, "cuda") for m in (ahead, now))
     assert (own - before, host - beside) == (0, 4 * params)
     assert memory.stage_memory(ahead, 1, 3) - memory.stage_memory(now, 1, 3) == 4 * params
+
+
+def test_an_outer_momentum_is_as_much_state_as_the_parameters() -> None:
+    now = RUNS["512m"]
+    then = dataclasses.replace(now, outer=OuterSpec(**FAMILY["diloco"]))
+    params, block = layout.total_parameters(now.model), layout.parameters(now.model, "block.0")
+    scratch = 4 * (now.model.vocab_size * now.model.d_model + block)
+    for in_files, more in ((True, 0), (False, 4 * params + scratch)):
+        first, last = 0, now.model.n_layers
+        found = [memory.memory_at(m, first, last, 1, 1, in_files=in_files) for m in (then, now)]
+        assert found[0] - found[1] == more
+    for of in (memory.warm_bytes, retention.state_bytes, lambda m: memory.later_bytes(m, 0, 1)):
+        assert of(then) == 2 * of(now)
+    assert now.state_bytes("head") == layout.shard_bytes(now.model, "head")
 
 
 def test_a_cards_copies_take_no_more_of_the_host_than_is_promised() -> None:
