@@ -239,7 +239,7 @@ def change_sealed(rng: Any, raw: bytes, others: Sequence[bytes]) -> bytes:
 SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (((10, 50),), ((64, 128), (7,)), ((5,), (3, 4)))
 
 
-CODECS = [Codec(k) for k in (1, 32, 4096)]
+CODECS = [*(Codec(k) for k in (1, 32, 4096)), Codec(32, "int4"), Codec(4096, "int8"), Codec(4096, "fp32")]
 
 
 def payload(raw: bytes) -> object:

@@ -40,6 +40,7 @@ from protocol.wire import endpoints
 from protocol.wire.commit import Part
 from tests.support import potluck, tiny
 from tests.support.chains import random_theta
+from tests.support.family import FAMILY
 from tests.support.volunteers import Swarm, Volunteer, manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.virtual]
@@ -140,8 +141,11 @@ async def verified(swarm: Swarm, folder: Path) -> tuple[int, replay.Verification
     return start.round if start is not None else 0, done
 
 
-async def test_an_archive_keeps_two_states_and_the_payloads_since_the_older_one(tmp_path: Path) -> None:
-    async with begun(tmp_path) as swarm:
+@pytest.mark.parametrize("outer", [{"topk": 4096}, FAMILY["diloco in int8"]], ids=["usual", "momentum"])
+async def test_an_archive_keeps_two_states_and_the_payloads_since_the_older_one(
+    tmp_path: Path, outer: dict[str, Any]
+) -> None:
+    async with begun(tmp_path, outer=OuterSpec(**outer)) as swarm:
         archive = swarm.archive
         await swarm.until(lambda: len(archive.states.digests) == 2 and not archive.lacks(archive.states.kept[1]))
         first = archive.states.kept[1]
