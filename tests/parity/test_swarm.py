@@ -34,9 +34,9 @@ SOME = ("diloco", "diloco in int8", "dct", "cocktail")
     ("outer", "model", "train"),
     [
         ({}, {}, {}), ({"overlap": 1}, {}, {}), ({}, TODAY, {}), ({}, {}, {"optimizer": "muon"}),
-        *((FAMILY[name], {}, {}) for name in SOME),
+        *((FAMILY[name], {}, {}) for name in SOME), ({**FAMILY["diloco"], "overlap": 1}, {}, {}),
     ],
-    ids=["waits", "overlaps", "today's architecture", "muon", *SOME],
+    ids=["waits", "overlaps", "today's architecture", "muon", *SOME, "diloco overlaps"],
 )  # fmt: skip
 def test_the_swarm_computes_what_the_equations_say(
     tmp_path: Path, outer: dict[str, Any], model: dict[str, Any], train: dict[str, Any]
