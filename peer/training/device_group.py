@@ -12,6 +12,7 @@ RuntimeError, as does the end of a member.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import pickle
 import secrets
@@ -55,11 +56,13 @@ class Computed:
 
     losses: mean of each in order, nats per token.
     piece_rows: of the StageTrainer.
+    norms: of the gradients that only this process has, with their shards.
     """
 
     turn: int
     losses: tuple[float, ...]
-    piece_rows: int
+    piece_rows: int = 0
+    norms: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +147,29 @@ def add_up(tensors: Iterable[Tensor]) -> None:
         work.wait()
 
 
-def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Each becomes the first member's. Raises RuntimeError; their values are undefined then."""
-    for work in [dist.broadcast(tensor, 0, async_op=True) for tensor in tensors]:
+def add_up_at(ranks: Iterable[int], tensors: Iterable[Tensor]) -> None:
+    """As `add_up`, for the member of its rank alone; the others' values are undefined."""
+    for work in [dist.reduce(tensor, rank, async_op=True) for rank, tensor in zip(ranks, tensors, strict=True)]:
         work.wait()
+
+
+def broadcast(tensors: Iterable[Tensor], ranks: Iterable[int] | None = None) -> None:
+    """Each becomes the value of the member of its rank; None: of the first one. Raises RuntimeError; their values are
+    undefined then."""
+    pairs = zip(tensors, itertools.repeat(0) if ranks is None else ranks, strict=ranks is not None)
+    for work in [dist.broadcast(tensor, rank, async_op=True) for tensor, rank in pairs]:
+        work.wait()
+
+
+def give(tensor: Tensor, rank: int) -> None:
+    """Sends a tensor to another member, which takes it. Raises RuntimeError."""
+    dist.send(tensor, rank)
+
+
+def take(tensor: Tensor, rank: int) -> Tensor:
+    """Receives into the tensor what another member gives. Raises RuntimeError."""
+    dist.recv(tensor, rank)
+    return tensor
 
 
 @functools.cache

@@ -56,9 +56,21 @@ class ExchangeFailed(Exception):
 
 
 class Helper:
-    """One process on `device`. `stuck`: seconds after which it is lost if it does not even read."""
+    """One process on `device`.
 
-    def __init__(self, spec: ModelSpec, train: TrainSpec, device: str, threads: int, stuck: float) -> None:
+    stuck: seconds after which it is lost if it does not even read.
+    rank: of a group that holds the model together, and its size (peer/training/sharded.py).
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        train: TrainSpec,
+        device: str,
+        threads: int,
+        stuck: float,
+        rank: tuple[int, int] | None = None,
+    ) -> None:
         self.device = device
         self._stuck = stuck
         self._lost: str | None = None
@@ -73,7 +85,7 @@ class Helper:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        self.say(spec, train, device, threads)
+        self.say(spec, train, device, threads, rank)
 
     @property
     def pid(self) -> int:
@@ -146,6 +158,23 @@ class Helper:
         return "closed its connection"
 
 
+def form_group(helpers: Sequence[Helper], device: torch.device, folder: Path, seconds: float) -> None:
+    """Makes a group of this process, its first member, and these. Raises HelperLost, RuntimeError, ExchangeFailed.
+
+    folder: for the file through which they find each other.
+    seconds: for one exchange.
+    """
+    size = 1 + len(helpers)
+    shown = group.new_secrets(size)
+    with tempfile.TemporaryDirectory(prefix="devices-", dir=folder, ignore_cleanup_errors=True) as name:
+        joins = [group.Join(name, rank, size, shown, seconds) for rank in range(size)]
+        for helper, join in zip(helpers, joins[1:], strict=True):
+            helper.say("join", join)
+        group.join_group(joins[0], device)
+        for helper in helpers:
+            helper.hear(group.Done, 0, seconds)
+
+
 # --- several devices
 
 GIVE_UP = 3
@@ -153,7 +182,7 @@ EXCHANGE_TRIES = 2
 """Consecutive exchanges that fail, with all helpers alive, before all are left out."""
 SLOWER = 4.0
 """The most seconds for a helper's share, in units of this process's seconds for its own."""
-_FAILURES = (RuntimeError, OSError, ExchangeFailed)
+FAILURES = (RuntimeError, OSError, ExchangeFailed)
 """Raised by an exchange with the others."""
 
 
@@ -227,7 +256,7 @@ class SeveralDevicesTrainer(StageTrainer):
                 for helper in self._helpers.values():
                     helper.ask(self._limit(helper))
                 self._give(whole=False)
-            except (HelperLost, *_FAILURES):
+            except (HelperLost, *FAILURES):
                 self._same_state = False
         if not self._same_state:
             self._assemble()
@@ -329,7 +358,7 @@ class SeveralDevicesTrainer(StageTrainer):
                 group.add_up(gradients)
             except HelperLost as lost:
                 self._lose(lost.helper, str(lost))
-            except _FAILURES as error:
+            except FAILURES as error:
                 self._failed(error)
             else:
                 self._warm.update(self._shares)
@@ -389,26 +418,14 @@ class SeveralDevicesTrainer(StageTrainer):
             try:
                 for helper in self._helpers.values():
                     helper.await_idle(self._limit(helper))
-                self._join()
+                form_group(list(self._helpers.values()), self.device, self._folder, self._patience.stuck)
                 self._give(whole=True)
             except HelperLost as lost:
                 group.leave_group()
                 self._lose(lost.helper, str(lost))
-            except _FAILURES as error:
+            except FAILURES as error:
                 group.leave_group()
                 self._failed(error)
-
-    def _join(self) -> None:
-        members = list(self._helpers.values())
-        size, seconds = 1 + len(members), self._patience.stuck
-        shown = group.new_secrets(size)
-        with tempfile.TemporaryDirectory(prefix="devices-", dir=self._folder, ignore_cleanup_errors=True) as folder:
-            joins = [group.Join(folder, rank, size, shown, seconds) for rank in range(size)]
-            for helper, join in zip(members, joins[1:], strict=True):
-                helper.say("join", join)
-            group.join_group(joins[0], self.device)
-            for helper in members:
-                helper.hear(group.Done, 0, seconds)
 
     def _give(self, *, whole: bool) -> None:
         """Sends the helpers the parameters, and where `whole` the optimizer's state. Raises RuntimeError."""
