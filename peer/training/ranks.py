@@ -46,9 +46,15 @@ class RankTrainer(StageTrainer):
         self.owners = memory.owners(spec, train, ranks)
         self._parts = memory.sharded_parts(spec)
         self._elsewhere = dict(self.stage.named_parameters())  # without memory
+        self._sums: dict[str, Tensor] = {}  # of gradients; as all that stays, allocated once, which leaves no holes
         for name, owner in self.owners.items():
             if owner == rank:
-                self._set(name, Parameter(torch.empty(self._elsewhere.pop(name).shape, device=self.device)))
+                own = Parameter(torch.empty(self._elsewhere.pop(name).shape, device=self.device))
+                self._set(name, own)
+                self._sums[name] = torch.empty_like(own, requires_grad=False)
+        sizes = {name: math.prod(empty.shape) for name, empty in self._elsewhere.items()}
+        largest = max(sum(sizes.get(name, 0) for name in names) for names in self._parts.values())
+        self._room = torch.empty(largest, device=self.device)  # for what other ranks have of a part
 
     def _set(self, name: str, parameter: Parameter) -> None:
         module, _, leaf = name.rpartition(".")
@@ -75,14 +81,12 @@ class RankTrainer(StageTrainer):
     @contextmanager
     def _there(self, part: str) -> Iterator[Mapping[str, Parameter]]:
         """Makes a part's parameters available."""
-        names = self._parts[part]
-        foreign = {
-            name: Parameter(torch.empty(empty.shape, device=self.device))
-            for name in names
-            if (empty := self._elsewhere.get(name)) is not None
-        }
-        for name, parameter in foreign.items():
-            self._set(name, parameter)
+        names, at = self._parts[part], 0
+        foreign = [name for name in names if name in self._elsewhere]
+        for name in foreign:
+            shape = self._elsewhere[name].shape
+            self._set(name, Parameter(self._room[at : at + math.prod(shape)].view(shape)))
+            at += math.prod(shape)
         try:
             found = {name: self.stage.get_parameter(name) for name in names}
             group.broadcast([p.detach() for p in found.values()], [self.owners[name] for name in names])
@@ -96,8 +100,8 @@ class RankTrainer(StageTrainer):
         group.add_up_at([self.owners[name] for name in gradients], gradients.values())
         for name, gradient in gradients.items():
             if self.owners[name] == self.rank:
-                parameter = self.stage.get_parameter(name)
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                parameter, total = self.stage.get_parameter(name), self._sums[name]
+                parameter.grad = total.copy_(gradient) if parameter.grad is None else total.add_(gradient)
 
     def own_norms(self) -> tuple[tuple[str, float], ...]:
         """The norms of this rank's gradients, with their shards."""

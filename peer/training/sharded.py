@@ -11,6 +11,7 @@ A new trainer begins the next round.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -205,8 +206,8 @@ class ShardedTrainer(RankTrainer):
     # --- the round's update
 
     def displacement(self, shard: str) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
-        """As on one device: theta - local as pairs, of which those of other ranks come here. Raises RankLost."""
-        return [(a, b.cpu().numpy()) for a, b in self._moved(shard)]
+        """As on one device: theta - local as pairs; those of other ranks stay until the next call. Raises RankLost."""
+        return [(a, b.cpu().numpy()) for a, b in self._moved(shard, self._room)]
 
     def on_device(self, shard: str) -> Accumulate | None:
         """As on one device, where the others' tensors come. Raises RankLost when it is called."""
@@ -219,19 +220,21 @@ class ShardedTrainer(RankTrainer):
 
         return accumulate
 
-    def _moved(self, shard: str) -> list[tuple[Array, Tensor]]:
-        local = {}
+    def _moved(self, shard: str, room: Tensor | None = None) -> list[tuple[Array, Tensor]]:
+        """Pairs of theta and local. room: for the tensors of other ranks; None: it is allocated."""
+        tensors, local, at = layout.tensors(self.spec, shard), dict[str, Tensor](), 0
         with self._together():
             for rank, helper in enumerate([None, *self._helpers]):
                 names = self.names_of(rank, shard)
-                if helper is not None:
-                    helper.say("give", names)
+                if helper is None:
+                    local |= {name: self.stage.get_parameter(name).detach() for name in names}
+                    continue
+                helper.say("give", names)
                 for name in names:
-                    held = self.stage.get_parameter(name).detach()
-                    local[name] = (
-                        held if helper is None else group.take(torch.empty_like(held, device=self.device), rank)
-                    )
-        tensors = layout.tensors(self.spec, shard)
+                    shape = self._elsewhere[name].shape
+                    size = math.prod(shape)
+                    flat = torch.empty(size, device=self.device) if room is None else room[at : at + size]
+                    local[name], at = group.take(flat.view(shape), rank), at + size
         return [(theta, local[name]) for (name, _), theta in zip(tensors, self._loaded()[shard], strict=True)]
 
     # --- the optimizer's state
@@ -285,13 +288,12 @@ class ShardedTrainer(RankTrainer):
                 shapes = {(name, m): shape for name in names for m, shape in self.moment_shapes(name).items()}
                 if helper is not None:
                     helper.say("give_moments", names)
-                for ((name, moment), shape), array in zip(
-                    shapes.items(), self._empty(list(shapes.values())), strict=True
-                ):
+                for (key, shape), array in zip(shapes.items(), self._empty(list(shapes.values())), strict=True):
+                    name, moment = key
                     if helper is None:
                         held = self._moments[name][moment]
                     else:
-                        held = group.take(torch.empty(shape, device=self.device), rank)
+                        held = group.take(self._room[: math.prod(shape)].view(shape), rank)
                     array[...] = held.cpu().numpy()
                     found[f"{name}/{moment}"] = array
         return found

@@ -44,17 +44,18 @@ round boundary only. Disk: 12 P + 8 V d.
 
 *Sharded.* Several devices can hold a replica together (peer/training/sharded.py). Each of N ranks has about P / N
 parameters: whole tensors, by `owners`. The parts of a model are the tables, each block, and the head with its norm. In
-bytes of a rank, G the parameters of a part, O those of them that are its own:
+bytes of a rank, G the parameters of a part, A the most of a part that other ranks have:
 
     parameters    16 or 12 for each of its own, as above
     inputs        4 r L d (B + 1): of each part, for the backward, and the mask
-    part          4 (G - O) of the others, 4 G gradients, and in a block
+    room          4 A: for the tensors of other ranks
+    part          4 G gradients, on a CPU as much again, which its heap cannot use for the next part, and in a block
 
                     CPU   4 r L n + 8 r L t                              n, t as above
                     GPU   the row "in flight" of one block, r L (8 d + 6 F) + 2 d F
 
                   in the head 8 min(r L V, LOGITS), or 4 min(r L V, GPU_LOGITS) + 4 V d + 4 r L d on a GPU
-    Muon          12 W if more than inputs and part
+    Muon          12 W if more than inputs and part, W the largest matrix that the rank has
     overlap       4 P, of the first rank of processors
 
 Host memory beside GPUs is that of a full replica. Moments for a checkpoint go through files where devices are
@@ -342,14 +343,13 @@ def sharded_memory(manifest: Manifest, ranks: int, device: str = CPU, joined: in
     moved = _gradient_bytes(manifest, device, tokens) - (
         4 * _matrices(manifest) if gpu else 4 * spec.d_model * spec.d_ff
     )
-    block, most = _block_bytes(manifest, device, tokens) + moved, [0] * ranks
+    block, most, others = _block_bytes(manifest, device, tokens) + moved, 0, [0] * ranks
     for shard, names in sharded_parts(spec).items():
         own = [0] * ranks
         for name in names:
             own[owner[name]] += sizes[name]
-        total = sum(own)
-        for rank in range(ranks):
-            most[rank] = max(most[rank], 8 * total - 4 * own[rank] + within.get(shard, block))
-    found = [held[rank] + max(inputs + most[rank], muon[rank]) for rank in range(ranks)]
+        others = [max(room, sum(own) - part) for room, part in zip(others, own, strict=True)]
+        most = max(most, (4 if gpu else 8) * sum(own) + within.get(shard, block))
+    found = [kept + 4 * room + max(inputs + most, one) for kept, room, one in zip(held, others, muon, strict=True)]
     found[0] += 0 if gpu else 4 * manifest.outer.overlap * sum(sizes.values())
     return tuple(found)

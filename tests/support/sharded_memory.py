@@ -45,6 +45,8 @@ def main(folder: Path) -> None:
     sharded.begin_round(theta)
     for number in (1, 2):
         inner_step(sharded, number)
+    sharded.end_round()
+    device.return_memory()  # as peer/node/inner_loop.py
     for shard in sharded.shards:
         sharded.displacement(shard)
     sharded.optimizer_state()
