@@ -82,7 +82,7 @@ class StageInnerLoop(InnerLoop):
         self._pipes = pipes
         self._text = text
         self._threads, self._folder = machine.config.threads, machine.config.folder
-        self._hardware = machine.hardware
+        self._hardware, self._site = machine.hardware, machine.site
         self._state = optimizer
         self._inherited: dict[str, bytes] = {}
         self._worker: ThreadPoolExecutor = trainer.make_worker(self._threads)
@@ -413,10 +413,11 @@ class StageInnerLoop(InnerLoop):
     def _make_trainer(self, shards: tuple[str, ...], tell: Callable[[str], None]) -> trainer.StageTrainer:
         """On the worker. A trainer on all devices, where these shards are the whole model."""
         manifest, devices = self.manifest, self._hardware.devices
-        if budget.is_sharded(manifest, self._hardware.budget) and shards == layout.shard_names(manifest.model):
-            return ShardedTrainer(manifest.model, manifest.train, devices, self._threads, self._folder)
-        if len(devices) > 1 and shards == layout.shard_names(manifest.model):
-            return SeveralDevicesTrainer(manifest.model, manifest.train, devices, self._threads, self._folder, tell)
+        model, train, is_whole = manifest.model, manifest.train, shards == layout.shard_names(manifest.model)
+        if is_whole and (self._site is not None or budget.is_sharded(manifest, self._hardware.budget)):
+            return ShardedTrainer(model, train, devices, self._threads, self._folder, site=self._site)
+        if len(devices) > 1 and is_whole:
+            return SeveralDevicesTrainer(model, train, devices, self._threads, self._folder, tell)
         if len(devices) > 1:
             tell(f"devices: a stage of a chain trains on one device, {devices[0]}; the others wait for a whole model")
-        return self.trainer_class(manifest.model, manifest.train, shards, device=devices[0])
+        return self.trainer_class(model, train, shards, device=devices[0])

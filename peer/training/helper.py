@@ -1,7 +1,10 @@
 """A helper process: trains on a further device of a peer's machine, as the peer's process orders, and ends with it.
 
 `python -m peer.training.helper FD` is started by peer/training/several_devices.py, with its end of a pair of sockets.
-It holds the parameters and the optimizer's state of a full replica and takes the same steps.
+It holds the parameters and the optimizer's state of a full replica, or a part of them, and takes the same steps.
+
+`python -m peer.training.helper FD DEVICE THREADS` is started by `potluck join --rank` on another machine than the
+peer's, with its end of a connection to the peer.
 """
 
 from __future__ import annotations
@@ -97,13 +100,21 @@ class RankHelper:
 
     together = frozenset({"join", "take", "take_moments", "turn", "give", "give_moments"})
 
-    def __init__(self, spec: ModelSpec, train: TrainSpec, device: str, rank: int, ranks: int) -> None:
-        self.trainer = RankTrainer(spec, train, rank, ranks, device=device)
+    def __init__(
+        self,
+        spec: ModelSpec,
+        train: TrainSpec,
+        device: str,
+        rank: tuple[int, int],
+        ends: tuple[str, str] | None,
+    ) -> None:
+        """ends: as of `group.join_group`."""
+        self.trainer, self._ends = RankTrainer(spec, train, *rank, device=device), ends
         self._losses: list[torch.Tensor] = []
 
     def join(self, join: group.Join) -> group.Done:
         """Joins the group."""
-        group.join_group(join, self.trainer.device)
+        group.join_group(join, self.trainer.device, self._ends)
         return group.Done()
 
     def take(self, pace: Pace) -> None:
@@ -150,18 +161,23 @@ class RankHelper:
         return group.Done(number)
 
 
-def main(way: socket.socket) -> None:
-    """Until the peer's process ends. After a failure it ignores all orders until the next group begins."""
+def main(way: socket.socket, own: Sequence[str]) -> None:
+    """Until the peer's process ends. After a failure it ignores all orders until the next group begins.
+
+    own: device and threads that this machine decides.
+    """
     for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(sent, signal.SIG_IGN)  # sent to all processes of a peer that leaves, which still needs this one
     one_heap()
     orders: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_listen, args=(way, orders), daemon=True).start()
     spec, train, device, threads, rank = orders.get()
-    torch.set_num_threads(threads)
+    device, threads = own or (device, threads)
+    torch.set_num_threads(int(threads))
+    ends = None if way.family == socket.AF_UNIX else (way.getsockname()[0], way.getpeername()[0])
     helper: HelperTrainer | RankHelper
     try:
-        helper = HelperTrainer(spec, train, device) if rank is None else RankHelper(spec, train, device, *rank)
+        helper = HelperTrainer(spec, train, device) if rank is None else RankHelper(spec, train, device, rank, ends)
     except Exception as error:
         group.send(way, group.Failed(first_line(error)))
         return
@@ -190,4 +206,4 @@ def _listen(way: socket.socket, orders: SimpleQueue[Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])))
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

@@ -56,40 +56,31 @@ class ExchangeFailed(Exception):
 
 
 class Helper:
-    """One process on `device`.
+    """One process on `device`, at the other end of `way`.
 
     stuck: seconds after which it is lost if it does not even read.
-    rank: of a group that holds the model together, and its size (peer/training/sharded.py).
+    process: None: it is on another machine.
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        train: TrainSpec,
-        device: str,
-        threads: int,
-        stuck: float,
-        rank: tuple[int, int] | None = None,
+        self, device: str, way: socket.socket, stuck: float, process: subprocess.Popen[bytes] | None = None
     ) -> None:
         self.device = device
         self._stuck = stuck
         self._lost: str | None = None
         self._asked = 0
-        self._way, theirs = socket.socketpair()
+        self._way, self._process = way, process
+
+    @classmethod
+    def start(cls, device: str, stuck: float) -> Helper:
+        """One on this machine. Raises OSError."""
+        way, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "peer.training.helper", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        self.say(spec, train, device, threads, rank)
+            return cls(device, way, stuck, begin(theirs))
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
 
     def say(self, *order: object) -> None:
         """Sends an order: a method's name (peer/training/helper.py) and its arguments. A failure shows in `hear`."""
@@ -134,6 +125,8 @@ class Helper:
 
     def end(self) -> None:
         self._way.close()
+        if self._process is None:
+            return
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS if self._lost is None else 0.0)
         self._process.kill()
@@ -152,25 +145,43 @@ class Helper:
         raise HelperLost(self, self._lost)
 
     def _ended(self) -> str:
+        if self._process is None:
+            return "closed its connection"
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(END_SECONDS)
             return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return "closed its connection"
 
 
-def form_group(helpers: Sequence[Helper], device: torch.device, folder: Path, seconds: float) -> None:
+def begin(way: socket.socket, *own: object) -> subprocess.Popen[bytes]:
+    """Starts the process of a helper, at this end. own: its device and threads, where its machine decides them."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "peer.training.helper", str(way.fileno()), *map(str, own)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(way.fileno(),),
+        start_new_session=True,
+    )
+
+
+def form_group(
+    helpers: Sequence[Helper], device: torch.device, folder: Path, seconds: float, host: str | None = None
+) -> None:
     """Makes a group of this process, its first member, and these. Raises HelperLost, RuntimeError, ExchangeFailed.
 
     folder: for the file through which they find each other.
     seconds: for one exchange.
+    host: an address of this machine at which those on other machines find it; None: all are on this one.
     """
     size = 1 + len(helpers)
     shown = group.new_secrets(size)
+    listening, port = group.listen(host)
     with tempfile.TemporaryDirectory(prefix="devices-", dir=folder, ignore_cleanup_errors=True) as name:
-        joins = [group.Join(name, rank, size, shown, seconds) for rank in range(size)]
+        joins = [group.Join(name, rank, size, shown, seconds, port) for rank in range(size)]
         for helper, join in zip(helpers, joins[1:], strict=True):
             helper.say("join", join)
-        group.join_group(joins[0], device)
+        group.join_group(joins[0], device, None if host is None else (host, host), listening)
         for helper in helpers:
             helper.hear(group.Done, 0, seconds)
 
@@ -245,7 +256,7 @@ class SeveralDevicesTrainer(StageTrainer):
 
     @property
     def processes(self) -> tuple[int, ...]:
-        return tuple(helper.pid for helper in self._helpers.values())
+        return tuple(helper.pid for helper in self._helpers.values() if helper.pid is not None)
 
     def begin_round(self, theta: Theta, pace: Pace | None = None) -> None:
         """As on one device; waits for helpers that are starting."""
@@ -405,7 +416,8 @@ class SeveralDevicesTrainer(StageTrainer):
         for place in missing:
             made = self.spec, self.train, self._devices[place], self._threads
             try:
-                self._helpers[place] = Helper(*made, self._patience.stuck)
+                self._helpers[place] = Helper.start(self._devices[place], self._patience.stuck)
+                self._helpers[place].say(*made, None)
             except OSError as error:
                 self._left_out(place, f"could not be started: {error.strerror}")
         return bool(missing)

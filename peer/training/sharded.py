@@ -1,8 +1,8 @@
 """A full replica on several devices that hold it together (peer/training/ranks.py), as one trainer.
 
 This process is rank 0 and has everything else: theta, the text, the update. Each further device has a helper process
-(peer/training/helper.py). Parameters go to their ranks tensor by tensor when a round begins, and come back so for the
-update; theta and error feedback stay with this process.
+(peer/training/helper.py), on this machine or another of its site (peer/training/site.py). Parameters go to their ranks
+tensor by tensor when a round begins, and come back so for the update; theta and error feedback stay with this process.
 
 When a helper ends, fails, or takes too long, its tensors and moments are lost: the round's work ends, with one line.
 A new trainer begins the next round.
@@ -30,6 +30,7 @@ from peer.training.model import Theta
 from peer.training.optimizer import OfShards, Pace
 from peer.training.ranks import RankTrainer
 from peer.training.several_devices import FAILURES, Helper, HelperLost, Patience, form_group
+from peer.training.site import Gathering, Member
 from protocol.codec.topk import Array, Kept, Map, in_memory
 from protocol.errors import LocalError, first_line
 from protocol.run import layout
@@ -50,6 +51,7 @@ class ShardedTrainer(RankTrainer):
     devices: at least two of one kind; the first is this process's own.
     threads: of each helper.
     folder: for the file through which ranks find each other, and for moments on their way to a checkpoint.
+    site: where the other ranks are; None: on this machine.
     """
 
     def __init__(
@@ -60,10 +62,11 @@ class ShardedTrainer(RankTrainer):
         threads: int,
         folder: Path,
         patience: Patience = PATIENCE,
+        site: Gathering | None = None,
     ) -> None:
         ranks = len(devices)
         super().__init__(spec, train, 0, ranks, device=devices[0])
-        self._devices, self._patience = tuple(devices), patience
+        self._devices, self._patience, self._site = tuple(devices), patience, site
         self._empty = functools.partial(Disk().arrays, folder) if self.device.type == "cpu" else in_memory
         self._exchanging = threading.RLock()  # shards of an update are asked for by several threads
         self._lost: RankLost | None = None
@@ -73,17 +76,28 @@ class ShardedTrainer(RankTrainer):
         self._turn, self._theirs = 0, list[tuple[str, float]]()
         self._helpers: list[Helper] = []
         with self._together():
-            for rank in range(1, ranks):
-                place = (rank, ranks)
-                self._helpers.append(Helper(spec, train, devices[rank], threads, patience.stuck, place))
+            for device, member in zip(devices[1:], self._members(), strict=True):
+                self._helpers.append(
+                    Helper.start(device, patience.stuck)
+                    if member is None
+                    else Helper(f"{device} at {member.host}", member.way, patience.stuck)
+                )
+            for rank, helper in enumerate(self._helpers, start=1):
+                helper.say(spec, train, helper.device, threads, (rank, ranks))
             for helper in self._helpers:
                 helper.hear(group.Done, 0, patience.start)
-            form_group(self._helpers, self.device, folder, patience.stuck)
+            form_group(self._helpers, self.device, folder, patience.stuck, None if site is None else site.site.host)
+
+    def _members(self) -> Sequence[Member | None]:
+        """The other machines; None for each rank on this one."""
+        if self._site is None:
+            return [None] * (len(self._devices) - 1)
+        return self._site.take(self._patience.start)
 
     @property
     def processes(self) -> tuple[int, ...]:
         """The process ids of the helpers."""
-        return tuple(helper.pid for helper in self._helpers)
+        return tuple(helper.pid for helper in self._helpers if helper.pid is not None)
 
     def close(self) -> None:
         group.leave_group()
@@ -118,9 +132,10 @@ class ShardedTrainer(RankTrainer):
         if lost is None:
             return f"devices: {total} hold the model together, and an exchange failed: {first_line(error)}; {remedy}"
         rank = self._helpers.index(lost.helper) + 1
+        last = "leave it out of --devices" if self._site is None else f"start it there again with --rank {rank}/{total}"
         return (
-            f"devices: {self._devices[rank]}, number {rank + 1} of {total} that hold the model together, {lost};"
-            f" {remedy}; if it lasts, see what it lacks, or leave it out of --devices"
+            f"devices: {lost.helper.device}, number {rank + 1} of {total} that hold the model together, {lost};"
+            f" {remedy}; if it lasts, see what it lacks, or {last}"
         )
 
     # --- rounds
