@@ -52,7 +52,7 @@ class RankTrainer(StageTrainer):
                 own = Parameter(torch.empty(self._elsewhere.pop(name).shape, device=self.device))
                 self._set(name, own)
                 self._sums[name] = torch.empty_like(own, requires_grad=False)
-        sizes = {name: math.prod(empty.shape) for name, empty in self._elsewhere.items()}
+        sizes = {name: _aligned(empty.shape) for name, empty in self._elsewhere.items()}
         largest = max(sum(sizes.get(name, 0) for name in names) for names in self._parts.values())
         self._room = torch.empty(largest, device=self.device)  # for what other ranks have of a part
 
@@ -86,7 +86,7 @@ class RankTrainer(StageTrainer):
         for name in foreign:
             shape = self._elsewhere[name].shape
             self._set(name, Parameter(self._room[at : at + math.prod(shape)].view(shape)))
-            at += math.prod(shape)
+            at += _aligned(shape)
         try:
             found = {name: self.stage.get_parameter(name) for name in names}
             group.broadcast([p.detach() for p in found.values()], [self.owners[name] for name in names])
@@ -140,3 +140,9 @@ class RankTrainer(StageTrainer):
     def moment_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         """The shapes of a parameter's moments, in the order in which they are exchanged."""
         return self._moment_shapes(name, self.stage.get_parameter(name))
+
+
+def _aligned(shape: Sequence[int]) -> int:
+    """The elements of a tensor of this shape, rounded up so that the next one begins where kernels like it: at 64
+    bytes."""
+    return -(-math.prod(shape) // 16) * 16

@@ -89,10 +89,6 @@ class Site:
         return cls(str(ip), int(port), secret, *places)
 
 
-class Refused(UsageError):
-    """Rank 0 does not take this machine, or is another one."""
-
-
 @dataclass(frozen=True, slots=True)
 class Member:
     """A machine that has come. `way`: its connection, for orders."""
@@ -178,21 +174,21 @@ class Gathering:
 
 
 def connect(site: Site, run_id: str, device: str, memory_bytes: int) -> socket.socket:
-    """Another rank's side: its connection for orders. Raises Refused, OSError."""
+    """Another rank's side: its connection for orders. Raises UsageError if rank 0 refuses it, or is none; OSError."""
     way = socket.create_connection((site.host, site.port), GREETING_SECONDS)
     try:
         talk, nonce = _Talk(way, site.secret), secrets.token_bytes(_NONCE)
         hello = talk.exactly(len(MAGIC) + _NONCE)
         if not hello.startswith(MAGIC):
-            raise Refused(f"--site {site.address}: no peer of Potluck listens there; give the address of rank 0")
+            raise UsageError(f"--site {site.address}: no peer of Potluck listens there; give the address of rank 0")
         said = msgpack.packb([nonce, site.rank, site.ranks, run_id, device, memory_bytes])
         talk.send(said, b"other" + hello[len(MAGIC) :])
         why = talk.receive(b"rank 0" + nonce).decode("utf-8", "replace")
         if why:
-            raise Refused(f"--site {site.address}: {why}")
+            raise UsageError(f"--site {site.address}: {why}")
     except (EOFError, ValueError):
         way.close()
-        raise Refused(f"--site {site.address}: the secret is another; copy the line that rank 0 prints") from None
+        raise UsageError(f"--site {site.address}: the secret is another; copy the line that rank 0 prints") from None
     except BaseException:
         way.close()
         raise

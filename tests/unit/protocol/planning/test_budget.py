@@ -82,7 +82,8 @@ def test_four_cards_of_24_gigabytes_hold_seven_billion_parameters_together() -> 
         assert not budget.holds_whole(manifest, one)
         assert not budget.holds_whole(manifest, fewer)
         assert budget.is_sharded(manifest, enough)
-        assert budget.joined(manifest, manifest.train.micro_batches, enough, cards) == 1
+        joined = budget.joined(manifest, manifest.train.micro_batches, enough, cards)
+        assert max(memory.sharded_memory(manifest, cards, "cuda", joined)) <= usable
     peers = [
         Candidate(peer=name, memory_bytes=usable, up_bps=10**8, speed_flops=10**14, device=device)
         for name, device in (("a", "4 x cuda"), ("b", "4 x cuda"), ("c", "3 x cuda"))
