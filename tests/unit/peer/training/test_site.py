@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +19,7 @@ from peer.training.several_devices import Patience
 from peer.training.sharded import RankLost, ShardedTrainer
 from peer.training.site import MAGIC, Gathering, Site, connect
 from protocol.errors import LocalError, UsageError
+from tests.support import potluck
 from tests.support.chains import SPEC, TRAIN, random_theta
 from tests.support.devices import DEADLINE, alone, assert_near, inner_step
 
@@ -28,17 +28,12 @@ SECRET = "ef" * 16
 PEER = "12D3KooWCPPWGMfAu9KZLRja98CHbFTJJVb8H9xPiDu9WtQSAMUU"
 PATIENT = Patience(start=DEADLINE, stuck=DEADLINE)
 
-Start = Callable[..., subprocess.Popen[str]]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
+Start = Callable[..., potluck.Popen]
 
 
 @pytest.fixture
 def site() -> Site:
-    return Site("127.0.0.1", free_port(), SECRET, 0, 2)
+    return Site("127.0.0.1", potluck.free_port(), SECRET, 0, 2)
 
 
 @pytest.fixture
@@ -51,15 +46,15 @@ def gathering(site: Site) -> Iterator[Gathering]:
 @pytest.fixture
 def start(site: Site, tmp_path: Path) -> Iterator[Start]:
     """Another machine of the site, as its user starts it."""
-    begun: list[subprocess.Popen[str]] = []
+    begun: list[potluck.Popen] = []
 
-    def one(run: str = RUN) -> subprocess.Popen[str]:
+    def one(run: str = RUN) -> potluck.Popen:
         line = f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}#{run}"
         command = [
-            *(sys.executable, "-m", "peer.cli", "join", line, "--dir", str(tmp_path), "--device", "cpu"),
+            *("join", line, "--dir", tmp_path, "--device", "cpu"),
             *("--threads", "1", "--memory", "1GB", "--site", f"{site.address}/{SECRET}", "--rank", "1/2"),
         ]
-        begun.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        begun.append(potluck.Popen(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         return begun[-1]
 
     yield one
@@ -178,4 +173,4 @@ def test_an_address_that_is_not_here_is_refused() -> None:
     with pytest.raises(UsageError, match="cannot listen there"):
         Gathering(Site("192.0.2.7", 7100, SECRET, 0, 2), RUN)
     with pytest.raises(OSError, match="refused"):
-        connect(Site("127.0.0.1", free_port(), SECRET, 1, 2), RUN, "cpu", 1)
+        connect(Site("127.0.0.1", potluck.free_port(), SECRET, 1, 2), RUN, "cpu", 1)
