@@ -24,7 +24,7 @@ from tests.support.chains import random_theta
 from tests.support.devices import alone, inner_step
 
 RUN = tiny.manifest(
-    model=ModelSpec(vocab_size=8192, d_model=512, n_layers=6, n_heads=8, d_ff=1408, context=64),
+    model=ModelSpec(vocab_size=8192, d_model=512, n_layers=8, n_heads=8, d_ff=1408, context=64),
     train=TrainSpec(inner_steps=2, micro_batches=4, rows=1, sequence=64, lr=1e-3, warmup_steps=0, total_steps=9),
 )
 """One whose ranks need some hundred MB, most of them for parameters."""
