@@ -165,10 +165,10 @@ def test_each_rank_takes_the_memory_of_the_formula(tmp_path: Path) -> None:
 
 def lost(sharded: ShardedTrainer, before: Callable[[int], None]) -> str:
     """The line with which an inner step ends in which a rank is lost."""
-    (pid,) = sharded.processes
+    pids = list(sharded.processes)
     with pytest.raises(RankLost) as ended:
         inner_step(sharded, 2, before)
-    await_gone([pid])
+    await_gone(pids)
     for work in (lambda: sharded.begin_round(random_theta()), lambda: sharded.delta("embed"), sharded.optimizer_state):
         with pytest.raises(RankLost):
             work()
@@ -183,6 +183,16 @@ def test_a_rank_that_is_killed_ends_the_rounds_work_with_one_line(make: Make) ->
     text = lost(sharded, lambda micro: os.kill(pid, signal.SIGKILL) if micro == 1 else None)
     assert text.startswith("devices: cpu, number 2 of 2 that hold the model together, was ended by signal 9; ")
     assert "--devices" in text
+
+
+@pytest.mark.slow
+def test_the_line_names_the_rank_that_was_lost_and_all_end(make: Make) -> None:
+    sharded = make(3)
+    sharded.begin_round(random_theta())
+    inner_step(sharded, 1)
+    _, second = sharded.processes
+    text = lost(sharded, lambda micro: os.kill(second, signal.SIGKILL) if micro == 1 else None)
+    assert text.startswith("devices: cpu, number 3 of 3 that hold the model together, was ended by signal 9; ")
 
 
 @pytest.mark.slow
