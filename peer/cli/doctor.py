@@ -480,7 +480,7 @@ async def _speed(look: Look, manifest: Manifest, hardware: Hardware) -> int | No
         remedy = "try again when this machine has less to do, give --device a GPU, or join a run with a smaller model"
         look.find(Finding("speed", WARNING, text, remedy))
     else:
-        added = ", without the time for adding up gradients" if len(hardware.devices) > 1 else ""
+        added = ", without the time for exchanges between them" if len(hardware.devices) > 1 else ""
         look.find(Finding("speed", GOOD, f"{speed / 1e12:.3g} TFLOP/s in training{added}"))
     return speed
 

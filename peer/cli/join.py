@@ -28,6 +28,8 @@ from peer.cli.options import (
     LogFile,
     Memory,
     Port,
+    Rank,
+    SiteAddress,
     Threads,
     with_options,
 )
@@ -42,14 +44,15 @@ from peer.net.disk import Disk
 from peer.net.link_monitor import measured_downlink, read_rates
 from peer.node import open_run
 from peer.node.config import JoinConfig, Machine
-from peer.node.open_run import KEY, Door
+from peer.node.open_run import KEY, Door, Run
 from peer.node.pausing import SUPPLIES, Busy, Hours, OtherPrograms, Use, on_battery, on_metered_connection
 from peer.node.way_in import NetworkStart
 from peer.training import device as devices_here
 from peer.training.device import Hardware, parse_rate, parse_size
+from peer.training.site import WAIT_SECONDS, Gathering, Site, connect
 from peer.ui.join_screen import JoinScreen
 from peer.ui.text import LONGEST_NAME, clean, harmless_name, typed
-from protocol.errors import RemoteError, UsageError
+from protocol.errors import RemoteError, UsageError, first_line
 from protocol.identity import Identity
 from protocol.ledger import access
 from protocol.ledger.access import Ticket
@@ -86,6 +89,8 @@ class JoinOptions:
     announce: Announce = None
     device: Device = "auto"
     devices: Devices = None
+    site: SiteAddress = None
+    rank: Rank = None
     memory: Memory = "auto"
     up: Annotated[str | None, typer.Option(help='Uplink to announce, such as "20Mbps" (default: measured).')] = None
     down: Annotated[str | None, typer.Option(help='Downlink to announce, such as "100Mbps" (default: measured).')] = (
@@ -154,6 +159,8 @@ class JoinOptions:
                 f"--name {clean(self.name, 40)}: a name has at most {LONGEST_NAME} letters, digits, spaces, - _ and .;"
                 f" write it as {typed('--name', harmless_name(self.name) or 'Ada')}"
             )
+        if self.site is not None and self.devices is not None:
+            raise UsageError("--site: each of its machines has one device; give --device in place of --devices")
         found = open_run.parse_run(self.run or open_run.here(self.dir))
         announced: tuple[str, ...] = ()
         if self.announce:
@@ -178,6 +185,7 @@ class JoinOptions:
             on_battery=self.on_battery,
             on_metered=self.on_metered,
             name=self.name,
+            site=Site.parse(self.site, self.rank),
             dry_run=self.dry_run,
             plain=self.plain or self.log_file is not None or self.dry_run,
             json=self.json,
@@ -185,7 +193,9 @@ class JoinOptions:
 
 
 def _start(options: JoinOptions, context: typer.Context) -> None:
-    running.run(join(options.read(), context.obj.factories), log=options.log_file)
+    config = options.read()
+    work = join(config, context.obj.factories) if config.site is None or not config.site.rank else take_rank(config)
+    running.run(work, log=options.log_file)
 
 
 command = with_options(JoinOptions, _start)
@@ -205,29 +215,39 @@ async def join(config: JoinConfig, factories: Factories | None = None) -> None:
     screen = JoinScreen(key.peer_id, config.name)
     tally = Tally(events.json_sink() if config.json else screen.feed, folder)
     emit, began = Emitter(key.peer_id, tally.take), clock.steady()
-    storage = Storage(folder, config.store_bytes)
+    storage, closing = Storage(folder, config.store_bytes), contextlib.ExitStack()
     try:
         if (too_low := processes.raise_file_limit()) is not None:
             emit(events.Warning(text=too_low))
-        taking_part = _taking_part(config, key, storage, emit, factories)
+        taking_part = _taking_part(config, key, storage, emit, factories, closing)
         async with running.shown_alive(folder):
             with contextlib.nullcontext() if config.plain or config.json else screen:
                 checks = _checks(config, clock, SUPPLIES if factories is None else factories.supplies)
                 await Pauses(checks, emit, freed=devices_here.free).between(taking_part)
     finally:
+        closing.close()
         storage.close()
         if not config.dry_run:
             emit(tally.sum(clock.steady() - began))
 
 
 def _taking_part(
-    config: JoinConfig, key: Identity, storage: Storage, emit: events.Emit, factories: Factories | None
+    config: JoinConfig,
+    key: Identity,
+    storage: Storage,
+    emit: events.Emit,
+    factories: Factories | None,
+    closing: contextlib.ExitStack,
 ) -> Callable[[], Awaitable[None]]:
-    """Returns a function that takes part in the run until it is over, as often as it is called."""
+    """Returns a function that takes part in the run until it is over, as often as it is called.
+
+    closing: what is closed at the end.
+    """
     from peer.net.relay import RelayedTransport
 
     run, folder = config.run, config.folder
     known: tuple[Manifest, Hardware] | None = None
+    site: Gathering | None = None
     downlink: Measurement | None = None
 
     def warn(text: str) -> None:
@@ -242,7 +262,7 @@ def _taking_part(
     way_in = NetworkStart(run, folder, config.door, meanwhile=measure)
 
     async def take_part() -> None:
-        nonlocal known
+        nonlocal known, site
         while True:
             transport = await way_in.start()
             try:
@@ -253,7 +273,11 @@ def _taking_part(
                     manifest, found = await asyncio.gather(find(), asyncio.to_thread(_hardware, config))
                     _check_ticket(run.ticket, manifest, key.peer_id)
                     emit(events.found(manifest))
-                    known = manifest, found.useful(manifest, warn)
+                    if config.site is None:
+                        known = manifest, found.useful(manifest, warn)
+                    else:
+                        site = closing.enter_context(_gathering(config.site, key, manifest))
+                        known = manifest, await _all_ranks(site, config.run, manifest, found, warn)
                 manifest, hardware = known
                 first, measured = transport, downlink
                 transport, reached = await way_in.find_reach(first, manifest)
@@ -270,7 +294,7 @@ def _taking_part(
                 await check_document_end(manifest, tokenizer)
                 from peer.node.peer import Peer
 
-                machine = Machine(config, hardware, reached, downlink)
+                machine = Machine(config, hardware, reached, downlink, site)
                 peer = Peer(manifest, key, transport, storage, machine, emit, factories)
                 if not config.dry_run:
                     await _run(peer, _keep_model_files(manifest, machine, tokenizer))
@@ -311,6 +335,80 @@ class Tally:
     def sum(self, seconds: float) -> events.Left:
         """The sum after so many seconds."""
         return dataclasses.replace(self._sum, seconds=seconds)
+
+
+# --- several machines as one peer
+
+RETRY_SECONDS = 2.0
+
+
+def _gathering(site: Site, key: Identity, manifest: Manifest) -> contextlib.closing[Gathering]:
+    """Rank 0's side of a site, whose secret follows from the peer's key: it stays. Raises UsageError."""
+    secret = hashlib.sha256(key.sign(b"potluck site")).hexdigest()[:32]
+    return contextlib.closing(Gathering(dataclasses.replace(site, secret=secret), manifest.run_id))
+
+
+async def _all_ranks(
+    gathering: Gathering, run: Run, manifest: Manifest, own: Hardware, warn: Callable[[str], None]
+) -> Hardware:
+    """The hardware of a site, once all its machines are there. Raises LocalError, UsageError."""
+    site, line = gathering.site, run.lines[0] if run.lines else "RUN"
+    others = ", ".join(f"{rank}/{site.ranks}" for rank in range(1, site.ranks))
+    typed = f"potluck join {line} --site {site.address}/{site.secret} --rank K/{site.ranks}"
+    warn(f"site: waiting for rank {others}; type there, with its K: {typed}")
+    try:
+        members = await asyncio.to_thread(gathering.wait, WAIT_SECONDS)
+    except asyncio.CancelledError:
+        gathering.close()
+        raise
+    for member in members:
+        if member.device != devices_here.name_of(own.devices):
+            raise UsageError(
+                f"site {site.address}: {clean(member.host)} trains on {clean(member.device)}, this machine on"
+                f" {own.device}; give all of them the same kind with --device"
+            )
+    least = min(own.memory_bytes, *(member.memory_bytes for member in members))
+    found = dataclasses.replace(own, devices=own.devices * site.ranks, memory_bytes=least)
+    if not budget.holds_whole(manifest, found.budget):
+        needed, _ = budget.needs_of(manifest, 0, manifest.model.n_layers, found.budget.device)
+        raise UsageError(
+            f"site {site.address}: the {site.ranks} machines do not hold the model together, which needs"
+            f" {needed / 1e6:.0f} MB of each, and {least / 1e6:.0f} MB are offered; offer more with --memory, or add a"
+            " machine"
+        )
+    return found
+
+
+async def take_rank(config: JoinConfig) -> None:
+    """Trains a part of rank 0's model, whenever it asks, until it is cancelled. Raises UsageError."""
+    from peer.training.several_devices import begin
+
+    site, run_id, tells = config.site, config.run.run_id, True
+    assert site is not None
+    found = await asyncio.to_thread(Hardware.find, config.devices, config.memory_bytes)
+    while True:
+        name = devices_here.name_of(found.devices)
+        try:
+            way = await asyncio.to_thread(connect, site, run_id, name, found.memory_bytes)
+        except OSError as error:
+            if tells:
+                print(
+                    f"site: rank 0 at {site.address} does not answer: {first_line(error)}; it is tried again",
+                    flush=True,
+                )
+            tells = False
+        else:
+            with way:
+                child = begin(way, found.device, config.threads)
+            print(f"site: rank {site.rank}/{site.ranks} of the peer at {site.address}", flush=True)
+            try:
+                await asyncio.to_thread(child.wait)
+            finally:
+                child.kill()
+                child.wait()
+            print("site: the connection to rank 0 has ended; it is tried again", flush=True)
+            tells = False
+        await asyncio.sleep(RETRY_SECONDS)
 
 
 def _hardware(config: JoinConfig) -> Hardware:

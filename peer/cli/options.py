@@ -47,6 +47,21 @@ Devices = Annotated[
 ]
 
 
+SiteAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--site",
+        metavar="HOST:PORT",
+        help="Hold the model together with other machines of this local network, as one peer: the address at which rank"
+        " 0 listens for them. The others add the site's secret, as rank 0 prints it.",
+    ),
+]
+Rank = Annotated[
+    str | None,
+    typer.Option(metavar="K/N", help="With --site: this machine's number and how many there are; 0/N is the peer."),
+]
+
+
 class Commands(TyperGroup):
     """A group of commands whose list is wrapped; click's truncates each line."""
 

@@ -167,10 +167,10 @@ def _peers_in(data: dict[str, Any], path: Path, manifest: Manifest | None = None
 def _described(peer: dict[str, Any], name: str, source: str, manifest: Manifest | None = None) -> list[Candidate]:
     """A described peer, `count` times.
 
-    The speeds of several devices add up if each holds the run's whole model, or if the run is not known. Raises
+    The speeds of several devices add up if they hold the run's whole model, or if the run is not known. Raises
     UsageError.
     """
-    from peer.training.device import MOST_DEVICES, parse_rate, parse_size
+    from peer.training.device import parse_rate, parse_size
 
     def require(holds: bool, text: str) -> None:
         if not holds:
@@ -184,15 +184,19 @@ def _described(peer: dict[str, Any], name: str, source: str, manifest: Manifest 
     require(are_numbers, "coordinates must be a list of milliseconds")
     require(peer.get("reachable", "") in REACHABLE, 'reachable must be "direct", "mapped" or "private"')
     name, memory_bytes, devices = str(peer.get("name", name)), parse_size(str(peer["memory"])), peer.get("devices", 1)
-    fits = isinstance(devices, int) and 1 <= devices <= MOST_DEVICES and (devices == 1 or "speed" in peer)
-    require(fits, f"devices must be a whole number in 1..{MOST_DEVICES}, beside the speed of one of them")
+    fits = isinstance(devices, int) and 1 <= devices <= memory.MOST_DEVICES and (devices == 1 or "speed" in peer)
+    require(fits, f"devices must be a whole number in 1..{memory.MOST_DEVICES}, beside the speed of one of them")
     device = str(peer.get("device", memory.CPU))
     require(device in (memory.CPU, memory.GPU), f'device must be "{memory.CPU}" or "{memory.GPU}"')
     host = parse_size(str(peer["host"])) if "host" in peer else None
     is_beside = host is None or device == memory.GPU
     require(is_beside, f'host is the memory beside a GPU; give it with device = "{memory.GPU}"')
-    if manifest is not None and not holds_whole(manifest, Budget(memory_bytes, device, host)):
-        devices = 1
+    if devices > 1 and manifest is not None:
+        several = f"{devices} x {device}"
+        if holds_whole(manifest, Budget(memory_bytes, several, host)):
+            device = several
+        else:
+            devices = 1
     one = Candidate(
         peer=name,
         memory_bytes=memory_bytes,

@@ -10,6 +10,7 @@ from peer.net.reach import Reachability
 from peer.node.open_run import Door, Run
 from peer.node.pausing import Hours
 from peer.training.device import Hardware
+from peer.training.site import Gathering, Site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,8 @@ class JoinConfig:
     """Print lines instead of a screen."""
     json: bool = False
     """Print events as JSON."""
+    site: Site | None = None
+    """This machine's place among several that are one peer; None: it is a peer alone."""
     audit: bool = False
     """Follow the log for an operator, and train nothing (peer/node/audit.py)."""
 
@@ -72,3 +75,5 @@ class Machine:
     """How others reach it (peer/net/reach.py); None: it listens to itself only."""
     downlink: Measurement | None = None
     """What was measured of the downlink; None: nothing."""
+    site: Gathering | None = None
+    """The other machines, of each of which `hardware` has a device; None: there are none."""

@@ -31,6 +31,7 @@ from peer.training import device, trainer
 from peer.training import moments as small_moments
 from peer.training.optimizer import Pace
 from peer.training.several_devices import SeveralDevicesTrainer
+from peer.training.sharded import RankLost, ShardedTrainer
 from protocol.errors import LocalError, PotluckError
 from protocol.ledger import schedule
 from protocol.planning import budget, memory, pipeline_model
@@ -81,7 +82,7 @@ class StageInnerLoop(InnerLoop):
         self._pipes = pipes
         self._text = text
         self._threads, self._folder = machine.config.threads, machine.config.folder
-        self._hardware = machine.hardware
+        self._hardware, self._site = machine.hardware, machine.site
         self._state = optimizer
         self._inherited: dict[str, bytes] = {}
         self._worker: ThreadPoolExecutor = trainer.make_worker(self._threads)
@@ -237,6 +238,9 @@ class StageInnerLoop(InnerLoop):
     ) -> str | None:
         """The error of a round that `failure` ended; None where its steps count: a full replica whose memory ran out
         gives up the last step alone. Raises a failure that is a bug."""
+        if isinstance(failure, RankLost):  # with parameters and moments: the next round begins with others', or none
+            self._trainer, self._shape = None, ()
+            stage_progress.total = dataclasses.replace(stage_progress.total, steps=0)
         if not device.is_shortage(failure):
             if isinstance(failure, PotluckError):
                 return str(failure)
@@ -409,8 +413,11 @@ class StageInnerLoop(InnerLoop):
     def _make_trainer(self, shards: tuple[str, ...], tell: Callable[[str], None]) -> trainer.StageTrainer:
         """On the worker. A trainer on all devices, where these shards are the whole model."""
         manifest, devices = self.manifest, self._hardware.devices
-        if len(devices) > 1 and shards == layout.shard_names(manifest.model):
-            return SeveralDevicesTrainer(manifest.model, manifest.train, devices, self._threads, self._folder, tell)
+        model, train, is_whole = manifest.model, manifest.train, shards == layout.shard_names(manifest.model)
+        if is_whole and (self._site is not None or budget.is_sharded(manifest, self._hardware.budget)):
+            return ShardedTrainer(model, train, devices, self._threads, self._folder, site=self._site)
+        if len(devices) > 1 and is_whole:
+            return SeveralDevicesTrainer(model, train, devices, self._threads, self._folder, tell)
         if len(devices) > 1:
             tell(f"devices: a stage of a chain trains on one device, {devices[0]}; the others wait for a whole model")
-        return self.trainer_class(manifest.model, manifest.train, shards, device=devices[0])
+        return self.trainer_class(model, train, shards, device=devices[0])

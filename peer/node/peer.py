@@ -263,7 +263,7 @@ class Peer:
             text,
             tell,
             self._emit,
-            load=functools.partial(inference.Measured, wanted=room.device),
+            load=functools.partial(inference.Measured, wanted=self._hardware.device),
             tokenizer=self._tokenizer,
             worker=functools.partial(make_worker, config.threads),
             scorer=None if audit else Scorer(manifest, identity, text, tell, self._storage.blobs.get),

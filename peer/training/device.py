@@ -23,10 +23,10 @@ import psutil
 from protocol.errors import UsageError
 from protocol.planning import budget
 from protocol.planning.budget import Budget
+from protocol.planning.memory import MOST_DEVICES
 from protocol.run.manifest import Manifest
 
 DEVICES = ("auto", "cuda", "mps", "cpu")
-MOST_DEVICES = 64
 CPU_SHARE, GPU_SHARE = 0.75, 0.9
 """Of the available memory that Potluck may use on a CPU or an integrated GPU, and on a GPU, where the rest is for the
 allocator's fragments and the kernels' workspaces."""
@@ -135,21 +135,21 @@ class Hardware:
     @property
     def budget(self) -> Budget:
         """The memory that it offers."""
-        return Budget(self.memory_bytes, self.device, self.host_bytes)
+        return Budget(self.memory_bytes, name_of(self.devices), self.host_bytes)
 
     def useful(self, manifest: Manifest, warn: Callable[[str], None]) -> Hardware:
-        """The devices that a run can use: only the first one where they cannot hold the whole model each, with a
-        warning."""
+        """The devices that a run can use: only the first one where they hold the whole model neither each nor together,
+        with a warning."""
         if len(self.devices) == 1 or budget.holds_whole(manifest, self.budget):
             return self
-        own, host = budget.needs_of(manifest, 0, manifest.model.n_layers, self.device)
+        own, host = budget.needs_of(manifest, 0, manifest.model.n_layers, self.budget.device)
         needed, offered, of = own, self.memory_bytes, "of each"
         if self.budget.is_split and own <= offered and self.host_bytes is not None:
             needed, offered, of = host, self.host_bytes, "of the host's memory"
         warn(
-            f"devices: each of the {len(self.devices)} must hold the whole model to train with the others, which needs"
-            f" {needed / 1e6:.0f} MB {of}, and {offered / 1e6:.0f} MB are offered; only {self.device} trains, give it"
-            " alone to offer all that it has"
+            f"devices: the {len(self.devices)} do not hold the whole model together, which needs {needed / 1e6:.0f} MB"
+            f" {of}, and {offered / 1e6:.0f} MB are offered; only {self.device} trains, give it alone to offer all that"
+            " it has"
         )
         return dataclasses.replace(self, devices=self.devices[:1])
 

@@ -12,12 +12,13 @@ Shapes: B rows, L positions, D model width, W residual width: values of a token 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from peer.training import device
 from peer.training.model import Stage
@@ -227,38 +228,19 @@ class MicroBatches:
         return _joined([self._backward_rows(inputs, a, b, gradient, of, set(added)) for a, b in halves])
 
     def _part_by_part(self, inputs: Inputs, gradient: Tensor | None, of: float, added: Added) -> Tensor | None:
-        stage, ids_BL, x_of = self._stage, inputs.ids[:, :-1], dict[str, Tensor]()
-        with torch.no_grad(), self._autocast():
-            x_BLD, mask = stage.embed(ids_BL, inputs.wire), stage.mask(ids_BL)
-            parts = [shard for shard in stage.shards if shard not in TABLES]
-            for shard in parts:
-                x_of[shard] = x_BLD
-                if shard != "head":
-                    x_BLD = stage.block(layout.block_index(shard), x_BLD, mask)
-        for shard in reversed([TABLES[0], *parts]):
-            leaf = _leaf(inputs.wire if shard in TABLES else x_of.pop(shard))
-            with self._autocast():
-                if shard == "head":
-                    assert leaf is not None
-                    made = stage.loss(leaf, inputs.ids[:, 1:])
-                elif shard in TABLES:
-                    made = stage.embed(ids_BL, leaf)
-                else:
-                    made = stage.block(layout.block_index(shard), leaf, mask)
-            owners = [name for name in stage.shards if name == shard or (shard in TABLES and name in TABLES)]
-            if shard == "head" and stage.spec.tie_word_embeddings:
+        @contextmanager
+        def held(shard: str) -> Iterator[Mapping[str, Parameter]]:
+            owners = [name for name in self._stage.shards if name == shard or (shard in TABLES and name in TABLES)]
+            if shard == "head" and self._stage.spec.tie_word_embeddings:
                 owners.append(TABLES[0])
-            held = {name: p for owner in owners for name, p in stage.parameters_of(owner).items()}
-            trained = {name: p for name, p in held.items() if (shard, name) not in added}
-            leaves = [*trained.values(), *([] if leaf is None else [leaf])]
-            if leaves:
-                total = made / of if gradient is None else (made[..., : gradient.shape[-1]].float() * gradient).sum()
-                found = list(torch.autograd.grad(total, leaves))
-                gradient = None if leaf is None else found.pop()
-                if found:
-                    torch._foreach_add_([p.grad for p in trained.values()], found)
-                added |= {(shard, name) for name in trained}
-        return gradient if inputs.wire is not None else None
+            named = {name: p for owner in owners for name, p in self._stage.parameters_of(owner).items()}
+            yield {name: p for name, p in named.items() if (shard, name) not in added}
+
+        def add(shard: str, found: Mapping[str, Tensor]) -> None:
+            torch._foreach_add_([self._stage.get_parameter(name).grad for name in found], list(found.values()))
+            added.update((shard, name) for name in found)
+
+        return part_by_part(self._stage, self._autocast, inputs, gradient, of, (held, add))[0]
 
     def _versions(self) -> dict[str, object]:
         """Of each parameter, a value that changes when its gradient is added to."""
@@ -269,6 +251,61 @@ class MicroBatches:
         self.rows = rows
         self._recorder.drop()
         device.free()
+
+
+Held = Callable[[str], AbstractContextManager[Mapping[str, Parameter]]]
+"""The parameters of a part, which are there while it is computed, by name. A part is named by its first shard."""
+Add = Callable[[str, Mapping[str, Tensor]], None]
+"""Takes the gradients of a part."""
+
+
+def part_by_part(
+    stage: Stage,
+    autocast: Callable[[], AbstractContextManager[object]],
+    inputs: Inputs,
+    gradient: Tensor | None,
+    of: float,
+    parameters: tuple[Held, Add],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Forward and backward of some rows, for which one part of the stage has to be there at a time: every part twice,
+    but for the head. Returns the gradient of the wire and the loss, None each where the stage has none.
+
+    gradient, of: as in `MicroBatches.backward`.
+    """
+    (held, add), ids_BL, x_of, loss = parameters, inputs.ids[:, :-1], dict[str, Tensor](), None
+    parts = [shard for shard in stage.shards if shard not in TABLES]
+    with torch.no_grad(), autocast():
+        mask = stage.mask(ids_BL)
+        with held(TABLES[0]):
+            x_BLD = stage.embed(ids_BL, inputs.wire)
+        for shard in parts:
+            x_of[shard] = x_BLD
+            if shard != "head":
+                with held(shard):
+                    x_BLD = stage.block(layout.block_index(shard), x_BLD, mask)
+    del x_BLD
+    for shard in reversed([TABLES[0], *parts]):
+        leaf = _leaf(inputs.wire if shard in TABLES else x_of.pop(shard))
+        with held(shard) as trained:
+            with autocast():
+                if shard == "head":
+                    assert leaf is not None
+                    made = stage.loss(leaf, inputs.ids[:, 1:])
+                    loss = made.detach()
+                elif shard in TABLES:
+                    made = stage.embed(ids_BL, leaf)
+                else:
+                    made = stage.block(layout.block_index(shard), leaf, mask)
+            leaves = [*trained.values(), *([] if leaf is None else [leaf])]
+            if leaves:
+                total = made / of if gradient is None else (made[..., : gradient.shape[-1]].float() * gradient).sum()
+                found = list(torch.autograd.grad(total, leaves))
+                gradient = None if leaf is None else found.pop()
+                del made, total
+                if found:
+                    add(shard, dict(zip(trained, found, strict=True)))
+                del found
+    return gradient if inputs.wire is not None else None, loss
 
 
 def _leaf(x: Tensor | None) -> Tensor | None:

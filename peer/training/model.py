@@ -337,6 +337,7 @@ class Stage(nn.Module):
     have no values before `load`.
 
     form: the number format of x before and after the blocks.
+    empty: parameters have no memory (peer/training/sharded.py).
     """
 
     def __init__(
@@ -349,6 +350,7 @@ class Stage(nn.Module):
         *,
         device: torch.device | str = "cpu",
         form: torch.dtype = torch.float32,
+        empty: bool = False,
     ) -> None:
         super().__init__()
         self.spec, self.form = spec, form
@@ -360,13 +362,13 @@ class Stage(nn.Module):
         )
         self.has_embed, self.has_head = has_embed, has_head
         self.model = nn.Module()
-        self.model.embed_tokens = Embedding(spec, has_embed)
-        self.model.layers = nn.ModuleDict({str(i): Block(spec) for i in range(first_block, last_block)})
-        if has_head:
-            self.model.norm = Norm(spec.d_model, spec.norm_eps)
-            if not spec.tie_word_embeddings:
-                self.lm_head = Linear(spec.vocab_size, spec.d_model)
-        self.to(device)
+        with torch.device("meta" if empty else device):
+            self.model.embed_tokens = Embedding(spec, has_embed)
+            self.model.layers = nn.ModuleDict({str(i): Block(spec) for i in range(first_block, last_block)})
+            if has_head:
+                self.model.norm = Norm(spec.d_model, spec.norm_eps)
+                if not spec.tie_word_embeddings:
+                    self.lm_head = Linear(spec.vocab_size, spec.d_model)
         self._cos, self._sin = rope(spec, torch.device(device))
 
     @torch.no_grad()

@@ -86,10 +86,13 @@ def launch_norms(gradients: OfShards) -> OfShards:
     if kind == "cuda":  # a few kernels for all
         found = torch._foreach_norm([g for _, g in gradients], 2, torch.float64)
         return list(zip([s for s, _ in gradients], found, strict=True))
-    if kind == "cpu":
-        gradients = [(shard, part) for shard, g in gradients for part in g.flatten().split(_NORM_PART)]
-    precision = torch.float64 if kind != "mps" else None
-    return [(shard, torch.linalg.vector_norm(part, dtype=precision)) for shard, part in gradients]
+    if kind == "mps":
+        return [(shard, torch.linalg.vector_norm(g)) for shard, g in gradients]
+    parts = [(shard, part) for shard, g in gradients for part in g.flatten().split(_NORM_PART)]
+    norms = torch.empty(len(parts), dtype=torch.float64).unbind()  # one by one they would leave holes in the heap
+    for (_, part), norm in zip(parts, norms, strict=True):
+        torch.linalg.vector_norm(part, dtype=torch.float64, out=norm)
+    return [(shard, norm) for (shard, _), norm in zip(parts, norms, strict=True)]
 
 
 def sum_squares(norms: OfShards, shards: Sequence[str]) -> list[tuple[str, float]]:

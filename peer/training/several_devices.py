@@ -56,28 +56,31 @@ class ExchangeFailed(Exception):
 
 
 class Helper:
-    """One process on `device`. `stuck`: seconds after which it is lost if it does not even read."""
+    """One process on `device`, at the other end of `way`.
 
-    def __init__(self, spec: ModelSpec, train: TrainSpec, device: str, threads: int, stuck: float) -> None:
+    stuck: seconds after which it is lost if it does not even read.
+    process: None: it is on another machine.
+    """
+
+    def __init__(
+        self, device: str, way: socket.socket, stuck: float, process: subprocess.Popen[bytes] | None = None
+    ) -> None:
         self.device = device
         self._stuck = stuck
         self._lost: str | None = None
         self._asked = 0
-        self._way, theirs = socket.socketpair()
+        self._way, self._process = way, process
+
+    @classmethod
+    def start(cls, device: str, stuck: float) -> Helper:
+        """One on this machine. Raises OSError."""
+        way, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "peer.training.helper", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        self.say(spec, train, device, threads)
+            return cls(device, way, stuck, begin(theirs))
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
 
     def say(self, *order: object) -> None:
         """Sends an order: a method's name (peer/training/helper.py) and its arguments. A failure shows in `hear`."""
@@ -122,6 +125,8 @@ class Helper:
 
     def end(self) -> None:
         self._way.close()
+        if self._process is None:
+            return
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS if self._lost is None else 0.0)
         self._process.kill()
@@ -140,10 +145,45 @@ class Helper:
         raise HelperLost(self, self._lost)
 
     def _ended(self) -> str:
+        if self._process is None:
+            return "closed its connection"
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(END_SECONDS)
             return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return "closed its connection"
+
+
+def begin(way: socket.socket, *own: object) -> subprocess.Popen[bytes]:
+    """Starts the process of a helper, at this end. own: its device and threads, where its machine decides them."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "peer.training.helper", str(way.fileno()), *map(str, own)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(way.fileno(),),
+        start_new_session=True,
+    )
+
+
+def form_group(
+    helpers: Sequence[Helper], device: torch.device, folder: Path, seconds: float, host: str | None = None
+) -> None:
+    """Makes a group of this process, its first member, and these. Raises HelperLost, RuntimeError, ExchangeFailed.
+
+    folder: for the file through which they find each other.
+    seconds: for one exchange.
+    host: an address of this machine at which those on other machines find it; None: all are on this one.
+    """
+    size = 1 + len(helpers)
+    shown = group.new_secrets(size)
+    listening, port = group.listen(host)
+    with tempfile.TemporaryDirectory(prefix="devices-", dir=folder, ignore_cleanup_errors=True) as name:
+        joins = [group.Join(name, rank, size, shown, seconds, port) for rank in range(size)]
+        for helper, join in zip(helpers, joins[1:], strict=True):
+            helper.say("join", join)
+        group.join_group(joins[0], device, None if host is None else (host, host), listening)
+        for helper in helpers:
+            helper.hear(group.Done, 0, seconds)
 
 
 # --- several devices
@@ -153,7 +193,7 @@ EXCHANGE_TRIES = 2
 """Consecutive exchanges that fail, with all helpers alive, before all are left out."""
 SLOWER = 4.0
 """The most seconds for a helper's share, in units of this process's seconds for its own."""
-_FAILURES = (RuntimeError, OSError, ExchangeFailed)
+FAILURES = (RuntimeError, OSError, ExchangeFailed)
 """Raised by an exchange with the others."""
 
 
@@ -216,7 +256,7 @@ class SeveralDevicesTrainer(StageTrainer):
 
     @property
     def processes(self) -> tuple[int, ...]:
-        return tuple(helper.pid for helper in self._helpers.values())
+        return tuple(helper.pid for helper in self._helpers.values() if helper.pid is not None)
 
     def begin_round(self, theta: Theta, pace: Pace | None = None) -> None:
         """As on one device; waits for helpers that are starting."""
@@ -227,7 +267,7 @@ class SeveralDevicesTrainer(StageTrainer):
                 for helper in self._helpers.values():
                     helper.ask(self._limit(helper))
                 self._give(whole=False)
-            except (HelperLost, *_FAILURES):
+            except (HelperLost, *FAILURES):
                 self._same_state = False
         if not self._same_state:
             self._assemble()
@@ -329,7 +369,7 @@ class SeveralDevicesTrainer(StageTrainer):
                 group.add_up(gradients)
             except HelperLost as lost:
                 self._lose(lost.helper, str(lost))
-            except _FAILURES as error:
+            except FAILURES as error:
                 self._failed(error)
             else:
                 self._warm.update(self._shares)
@@ -376,7 +416,8 @@ class SeveralDevicesTrainer(StageTrainer):
         for place in missing:
             made = self.spec, self.train, self._devices[place], self._threads
             try:
-                self._helpers[place] = Helper(*made, self._patience.stuck)
+                self._helpers[place] = Helper.start(self._devices[place], self._patience.stuck)
+                self._helpers[place].say(*made, None)
             except OSError as error:
                 self._left_out(place, f"could not be started: {error.strerror}")
         return bool(missing)
@@ -389,26 +430,14 @@ class SeveralDevicesTrainer(StageTrainer):
             try:
                 for helper in self._helpers.values():
                     helper.await_idle(self._limit(helper))
-                self._join()
+                form_group(list(self._helpers.values()), self.device, self._folder, self._patience.stuck)
                 self._give(whole=True)
             except HelperLost as lost:
                 group.leave_group()
                 self._lose(lost.helper, str(lost))
-            except _FAILURES as error:
+            except FAILURES as error:
                 group.leave_group()
                 self._failed(error)
-
-    def _join(self) -> None:
-        members = list(self._helpers.values())
-        size, seconds = 1 + len(members), self._patience.stuck
-        shown = group.new_secrets(size)
-        with tempfile.TemporaryDirectory(prefix="devices-", dir=self._folder, ignore_cleanup_errors=True) as folder:
-            joins = [group.Join(folder, rank, size, shown, seconds) for rank in range(size)]
-            for helper, join in zip(members, joins[1:], strict=True):
-                helper.say("join", join)
-            group.join_group(joins[0], self.device)
-            for helper in members:
-                helper.hear(group.Done, 0, seconds)
 
     def _give(self, *, whole: bool) -> None:
         """Sends the helpers the parameters, and where `whole` the optimizer's state. Raises RuntimeError."""

@@ -29,7 +29,7 @@ from peer.state.outer_optimizer import Accumulate, difference
 from peer.training import moments as packed_moments
 from peer.training.micro_batch import Forwarded, Inputs, MicroBatches
 from peer.training.model import Stage, Theta
-from peer.training.optimizer import Pace, launch_norms, muon_parameters, muon_step, sum_squares
+from peer.training.optimizer import OfShards, Pace, launch_norms, muon_parameters, muon_step, sum_squares
 from peer.training.recorded import Graphs
 from peer.training.update import DeviceUpdate
 from protocol.errors import LocalError
@@ -67,6 +67,7 @@ class StageTrainer:
     """Trains the `shards` of one stage (protocol/planning/memory.py: stage_shards).
 
     own: the shards that no other stage of the chain has: without `anchor`.
+    empty: as of Stage.
     steps: inner steps done since `begin_round`.
     """
 
@@ -85,6 +86,7 @@ class StageTrainer:
         shards: Sequence[str],
         *,
         device: str = "cpu",
+        empty: bool = False,
     ) -> None:
         names, own = layout.shard_names(spec), tuple(shard for shard in shards if shard != "anchor")
         anchor = names[spec.n_layers + 2 :]
@@ -105,7 +107,8 @@ class StageTrainer:
         blocks = [layout.block_index(name) for name in shards if name.startswith("block.")]
         first, last = (blocks[0], blocks[-1] + 1) if blocks else (0, 0)
         form = self.forms.get(self.device.type, torch.float32) if self.shards != names else torch.float32
-        self.stage = Stage(spec, first, last, "embed" in shards, "head" in shards, device=self.device, form=form)
+        ends = "embed" in shards, "head" in shards
+        self.stage = Stage(spec, first, last, *ends, device=self.device, form=form, empty=empty)
         self._update = DeviceUpdate(self.device) if self.device.type in self.update_devices else None
         self._moments: dict[str, dict[str, Tensor]] = {}  # by parameter and name of the moment
         self._muon = muon_parameters(spec, train, shards)
@@ -208,13 +211,16 @@ class StageTrainer:
     def launch_norms(self) -> None:
         """All gradients of the step are there: a GPU computes their norms before `grad_sumsq` asks for them."""
         if self.device.type == "cuda":
-            self._norms = launch_norms(self._gradients())
+            self._norms = self._all_norms()
 
     def grad_sumsq(self) -> list[tuple[str, float]]:
         """Sum of the squared gradients of each held shard, canonical order; that of `anchor` is part of the first
         one's, for each stage has its own. Raises LocalError if not finite."""
-        norms = self._norms or launch_norms(self._gradients())
+        norms = self._norms or self._all_norms()
         return sum_squares([(self.own[0] if s == "anchor" else s, norm) for s, norm in norms], self.own)
+
+    def _all_norms(self) -> OfShards:
+        return launch_norms(self._gradients())
 
     def _gradients(self) -> list[tuple[str, Tensor]]:
         held = ((shard, p) for shard in self.shards for p in self.stage.parameters_of(shard).values())
@@ -230,7 +236,7 @@ class StageTrainer:
             if name not in self._moments:
                 shapes = self._moment_shapes(name, parameter)
                 self._moments[name] = {key: torch.zeros(shape, device=self.device) for key, shape in shapes.items()}
-        if scale < 1.0:
+        if scale < 1.0 and parameters:
             torch._foreach_mul_([p.grad for p in parameters.values() if p.grad is not None], scale)
         rate = self.pace.rate(self.train, step)
         if matrices := {name: parameters.pop(name) for name in list(parameters) if name in self._muon}:

@@ -5,12 +5,17 @@ A stage needs `own` bytes of the device that trains and `host` bytes beside it (
     a processor, or `mps`                 one budget; all that a stage needs is its own
     a GPU with memory of its own          two budgets, each of which must be enough
     a GPU that uses the host's memory     one budget, for both together
+
+Several devices have the memory of each (`4 x cuda`). A full replica is on each of them where each holds it, else they
+hold it together; a stage of a chain is on the first.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+from collections import ChainMap
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from protocol.planning import memory
@@ -56,6 +61,11 @@ class Budget:
             return (own + host) / max(self.memory_bytes, 1)
         return max(own / max(self.memory_bytes, 1), host / self.host_bytes if self.host_bytes else 0.0)
 
+    @property
+    def of_one(self) -> Budget:
+        """Returns the same of one of several devices."""
+        return replace(self, device=self.device.rpartition(" x ")[2])
+
     def own_bytes(self, host: int) -> int:
         """Returns the bytes left for training where the host needs `host` bytes."""
         return self.memory_bytes if self.is_split else self.memory_bytes - host
@@ -65,14 +75,20 @@ class Budget:
 
 
 def needs_of(manifest: Manifest, first: int, last: int, device: str = CPU, joined: int = 1) -> Bytes:
-    """Returns the needs of the stage of blocks first <= i < last; NEVER where it is impossible."""
-    own = memory.stage_memory(manifest, first, last, device, joined)
-    return own, memory.host_memory(manifest, first, last, device)
+    """Returns the needs of the stage of blocks first <= i < last, of each device; NEVER where it is impossible."""
+    kind, ranks = memory.GPU if on_gpu(device) else CPU, memory.device_count(device)
+    own = memory.stage_memory(manifest, first, last, kind, joined)
+    if ranks > 1 and last - first == manifest.model.n_layers:
+        own = min(own, max(memory.sharded_memory(manifest, ranks, kind, joined)))
+    return own, memory.host_memory(manifest, first, last, kind)
 
 
-def needs_by_range(manifest: Manifest, device: str = CPU) -> dict[tuple[int, int], Bytes]:
+def needs_by_range(manifest: Manifest, device: str = CPU) -> Mapping[tuple[int, int], Bytes]:
     """(first, last) -> `needs_of`, for every range of blocks."""
-    return _needs_by_range(manifest, on_gpu(device))
+    found, whole = _needs_by_range(manifest, on_gpu(device)), (0, manifest.model.n_layers)
+    if memory.device_count(device) == 1:
+        return found
+    return ChainMap({whole: needs_of(manifest, *whole, device)}, found)
 
 
 @functools.lru_cache(maxsize=8)
@@ -92,6 +108,12 @@ def fits(manifest: Manifest, budget: Budget, first: int, last: int) -> bool:
 
 def holds_whole(manifest: Manifest, budget: Budget) -> bool:
     return fits(manifest, budget, 0, manifest.model.n_layers)
+
+
+def is_sharded(manifest: Manifest, budget: Budget) -> bool:
+    """Returns whether several devices hold the whole model together, and none of them alone."""
+    several = memory.device_count(budget.device) > 1
+    return several and holds_whole(manifest, budget) and not holds_whole(manifest, budget.of_one)
 
 
 def most_blocks(manifest: Manifest, budget: Budget) -> int:
@@ -163,11 +185,11 @@ def _most_joined(manifest: Manifest, budget: Budget) -> int:
     """As many as there is memory for, beside a copy of the model where that is there to evaluate."""
     if not on_gpu(budget.device):
         return 1
-    layers, room = manifest.model.n_layers, budget
+    layers, room = manifest.model.n_layers, budget.of_one if holds_whole(manifest, budget.of_one) else budget
     if has_room_to_evaluate(manifest, budget):
-        room = replace(budget, memory_bytes=budget.memory_bytes - _copy_bytes(manifest))
+        room = replace(room, memory_bytes=budget.memory_bytes - _copy_bytes(manifest))
     counts = range(JOINED // (manifest.train.rows * manifest.train.sequence), 1, -1)
-    return next((n for n in counts if room.holds(needs_of(manifest, 0, layers, budget.device, n))), 1)
+    return next((n for n in counts if room.holds(needs_of(manifest, 0, layers, room.device, n))), 1)
 
 
 def depths(manifest: Manifest, first: int, last: int, budget: Budget) -> Depths:

@@ -10,7 +10,8 @@ import numpy as np
 
 from protocol.identity import short_peer
 from protocol.planning.arrange import Arranged
-from protocol.planning.budget import Budget, holds_whole, most_blocks, smallest_stage
+from protocol.planning.budget import Budget, holds_whole, is_sharded, most_blocks, smallest_stage
+from protocol.planning.memory import device_count
 from protocol.planning.objective import Swarm, padded, step
 from protocol.planning.partition import Candidate
 from protocol.planning.shapes import WHOLE, Ints
@@ -120,6 +121,8 @@ def _why(manifest: Manifest, one: Candidate, members: int) -> str:
     """Of a member of a replica with so many members."""
     guess = "" if one.speed_flops > 0 else "; its speed is a guess"
     if members == 1:
+        if is_sharded(manifest, one.budget):
+            return f"its {device_count(one.device)} devices hold the whole model together{guess}"
         return "its memory holds the whole model" + guess
     if holds_whole(manifest, one.budget):
         return "could hold the whole model, but brings more as a stage" + guess

@@ -42,17 +42,39 @@ On the host beside it, together (`host_memory`): state, scratch and later role a
 *In files.* A peer with too little memory for every role keeps state and scratch in mapped files, which are used at the
 round boundary only. Disk: 12 P + 8 V d.
 
+*Sharded.* Several devices can hold a replica together (peer/training/sharded.py). Each of N ranks has about P / N
+parameters: whole tensors, by `owners`. The parts of a model are the tables, each block, and the head with its norm. In
+bytes of a rank, G the parameters of a part, A the most of a part that other ranks have:
+
+    parameters    16 or 12 for each of its own, as above
+    inputs        4 r L d (B + 1): of each part, for the backward, and the mask
+    room          4 A: for the tensors of other ranks
+    part          4 G gradients, on a CPU as much again, which its heap cannot use for the next part, and in a block
+
+                    CPU   4 r L n + 8 r L t                              n, t as above
+                    GPU   the row "in flight" of one block, r L (8 d + 6 F) + 2 d F
+
+                  in the head 8 min(r L V, LOGITS), or 4 min(r L V, GPU_LOGITS) + 4 V d + 4 r L d on a GPU
+    Muon          12 W if more than inputs and part, W the largest matrix that the rank has
+    overlap       4 P, of the first rank of processors
+
+Host memory beside GPUs is that of a full replica. Moments for a checkpoint go through files where devices are
+processors.
+
 *Tied embeddings.* Such a model is trained by full replicas only (NEVER), since both ends of a chain would move one
 matrix. A replica has both its gradients at once, 8 V d; the matrix counts once.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Mapping
 
 from protocol.codec import formats
 from protocol.run import layout
-from protocol.run.manifest import Manifest
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import Manifest, TrainSpec
 
 LOGITS = 1 << 23
 """At a time, in the last stage (peer/training/model.py); of one token at least."""
@@ -64,6 +86,8 @@ WAITING = 2
 """How many times as many micro-batches may be under way as a stage keeps the activations of."""
 CPU, GPU = "cpu", "cuda"
 """Devices, as they are announced (peer/training/device.py: name_of). What is no CUDA device counts as a processor."""
+MOST_DEVICES = 64
+"""Of one peer."""
 ABREAST = 3
 """Shards whose next state is made at a time on a GPU with its state in memory; elsewhere one."""
 LANES, PART = 4, 1 << 23
@@ -75,6 +99,13 @@ COPY = 1.25
 def on_gpu(device: str) -> bool:
     """Whether a device of this name, such as `cuda`, `cuda:1` or `2 x cuda`, is a GPU, for which other rows hold."""
     return device.rpartition(" ")[2].partition(":")[0] == GPU
+
+
+def device_count(device: str) -> int:
+    """Returns the number of devices in a name: 4 of `4 x cuda`, 1 of `cuda:1` and of any other."""
+    number = device.rpartition(" x ")[0]
+    count = int(number) if number.isdecimal() and len(number) <= len(str(MOST_DEVICES)) else 1
+    return count if 1 <= count <= MOST_DEVICES else 1
 
 
 def stage_shards(manifest: Manifest, first: int, last: int) -> tuple[str, ...]:
@@ -270,3 +301,61 @@ def _scratch(manifest: Manifest, tables: int = 1, blocks: int = 1) -> int:
     spec = manifest.model
     values = tables * spec.vocab_size * spec.d_model + blocks * layout.parameters(spec, "block.0")
     return (8 if manifest.outer.has_momentum else 4) * values
+
+
+# --- several devices that hold the model together
+
+
+@functools.lru_cache(maxsize=256)
+def owners(spec: ModelSpec, train: TrainSpec, ranks: int) -> Mapping[str, int]:
+    """The rank that has each tensor, with its gradient and moments, by name: the largest first, each to the rank with
+    the fewest bytes. (Flexible partitioning: Chen and others, AMSP, 2023, arXiv 2311.00257.)"""
+    named = [(shard, *tensor) for shard in layout.shard_names(spec) for tensor in layout.tensors(spec, shard)]
+    bytes_of = {name: _kept_bytes(train, shard, shape) for shard, name, shape in named}
+    loads, found = [0] * ranks, dict.fromkeys(bytes_of, 0)
+    for name in sorted(bytes_of, key=lambda name: -bytes_of[name]):
+        found[name] = loads.index(min(loads))
+        loads[found[name]] += bytes_of[name]
+    return found
+
+
+def _kept_bytes(train: TrainSpec, shard: str, shape: tuple[int, ...]) -> int:
+    """Of a tensor, its gradient and its moments."""
+    return (12 if train.has_one_moment(shard, shape) else 16) * math.prod(shape)
+
+
+def sharded_parts(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """The parts that are computed one by one, in their order: the names of all tensors that each needs."""
+    names = {shard: tuple(name for name, _ in layout.tensors(spec, shard)) for shard in layout.shard_names(spec)}
+    tables = names["embed"] + names.pop("anchor", ())
+    return names | {"embed": tables, "head": names["head"] + (tables if spec.tie_word_embeddings else ())}
+
+
+@functools.lru_cache(maxsize=1024)
+def sharded_memory(manifest: Manifest, ranks: int, device: str = CPU, joined: int = 1) -> tuple[int, ...]:
+    """Bytes of each rank of a full replica on `ranks` devices. joined: micro-batches computed as one."""
+    spec, train, tokens = manifest.model, manifest.train, _tokens(manifest, joined)
+    owner, gpu = owners(spec, train, ranks), on_gpu(device)
+    sizes, held, muon = dict[str, int](), [0] * ranks, [0] * ranks
+    for shard in layout.shard_names(spec):
+        for name, shape in layout.tensors(spec, shard):
+            sizes[name], rank = math.prod(shape), owner[name]
+            held[rank] += _kept_bytes(train, shard, shape)
+            if train.has_one_moment(shard, shape):
+                muon[rank] = max(muon[rank], 12 * sizes[name])
+    inputs = 4 * tokens * spec.d_model * (spec.n_layers + 1)
+    inputs += 4 * tokens * train.sequence if spec.document_end_id >= 0 else 0
+    within = {"embed": 0, "head": _loss(manifest, device, tokens) - 4 * spec.vocab_size * spec.d_model}
+    moved = _gradient_bytes(manifest, device, tokens) - (
+        4 * _matrices(manifest) if gpu else 4 * spec.d_model * spec.d_ff
+    )
+    block, most, others = _block_bytes(manifest, device, tokens) + moved, 0, [0] * ranks
+    for shard, names in sharded_parts(spec).items():
+        own = [0] * ranks
+        for name in names:
+            own[owner[name]] += sizes[name]
+        others = [max(room, sum(own) - part) for room, part in zip(others, own, strict=True)]
+        most = max(most, (4 if gpu else 8) * sum(own) + within.get(shard, block))
+    found = [kept + 4 * room + max(inputs + most, one) for kept, room, one in zip(held, others, muon, strict=True)]
+    found[0] += 0 if gpu else 4 * manifest.outer.overlap * sum(sizes.values())
+    return tuple(found)

@@ -170,6 +170,7 @@ class Holding:
         beside = [room.host_bytes if room.is_split else None for room in rooms]
         self._host = np.array([math.inf if b is None else min(b, MOST_BYTES) for b in beside], dtype=np.float64)
         self._flight, self._resting = (x.reshape(16, -1) for x in (self._table.flight, self._table.resting))  # [R K, n]
+        self._sharded = np.array([budget.is_sharded(manifest, room) for room in rooms], dtype=np.bool_)
         self._form = np.array([form_of(manifest, room) for room in rooms], dtype=np.int64)
 
     def caps(self) -> Ints:
@@ -179,7 +180,7 @@ class Holding:
             beside = np.searchsorted(table.host[kind, 1:], self._host, side="right")
             caps[kind] = np.minimum(self._within(table.needs[:, kind, 1:]), beside)
         whole = (self._memory >= table.needs[self._form, WHOLE, -1]) & (self._host >= table.host[WHOLE, -1])
-        caps[WHOLE] = np.where(whole, table.layers, 0)
+        caps[WHOLE] = np.where(whole | self._sharded, table.layers, 0)
         return caps
 
     def caps_at(self, caps: Ints, depth: int) -> Ints:

@@ -101,7 +101,8 @@ class Announcement:
     """Floating-point operations a second that its training reached (protocol/planning/partition.py); 0 while that is
     unknown."""
     device: bounds.Word = "cpu"
-    """`cpu`, `cuda` or `mps`; `2 x cuda` where two of them are one peer; `bootstrap` for a bootstrap node."""
+    """`cpu`, `cuda` or `mps`; `2 x cuda` where two of them are one peer, each with `memory_bytes`; `bootstrap` for a
+    bootstrap node."""
     serial: bounds.Count = 0
     """Grows with each of its announcements: Unix time in milliseconds."""
     phase: bounds.Word = "starting"

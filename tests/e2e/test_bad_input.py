@@ -69,6 +69,25 @@ def test_an_announced_address_that_nobody_can_dial(
 
 
 @pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--site", "192.168.1.5:7100"), "--site and --rank go together"),
+        (("--site", "0.0.0.0:7100", "--rank", "0/2"), "not an address of one network"),
+        (("--site", "8.8.8.8:7100", "--rank", "0/2"), "an address of the internet"),
+        (("--site", "192.168.1.5:7100", "--rank", "2/2"), "not K/N"),
+        (("--site", "192.168.1.5:7100", "--rank", "1/2"), "the secret of the site is missing"),
+        (("--site", "192.168.1.5:7100", "--rank", "0/2", "--devices", "0,1"), "each of its machines has one device"),
+    ],
+)
+def test_a_place_among_machines_that_is_none(
+    options: tuple[str, ...], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"/ip4/127.0.0.1/tcp/1{OTHER}#{'0' * 64}"
+    assert named in potluck(capsys, "join", line, "--dir", tmp_path / "peer", *options)
+    assert not (tmp_path / "peer").exists()
+
+
+@pytest.mark.parametrize(
     ("old", "new", "named"),
     [
         ("rounds = 3", "rounds = 3\ncolour = 1", "colour: unknown field"),

@@ -123,7 +123,7 @@ def test_a_machine_with_two_devices_is_told_what_they_would_do_together(swarm: S
     assert works, found
     assert found["memory"].text.startswith("2 x cpu, ")
     assert found["memory"].text.endswith(" would be offered of each")
-    assert found["speed"].text.endswith("TFLOP/s in training, without the time for adding up gradients")
+    assert found["speed"].text.endswith("TFLOP/s in training, without the time for exchanges between them")
     assert re.search(r"a full replica: [\d,]+ tokens per second by its measured speed", found["role"].text)
     assert "devices" not in found
     assert not list((tmp_path / "b").glob("speed-test*"))

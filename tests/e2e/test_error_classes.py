@@ -44,6 +44,7 @@ INSIDE = {
     "Unreachable", "MessageError", "NeighbourLost", "OtherPeer", "Refused", "RelayFault",  # likewise
     "BadCommit", "BadList", "BadTensor", "FrameError", "NoiseError", "PayloadError", "SchemaError",  # the stream ends
     "Unreadable",  # its update is left out
+    "RankLost",  # a round's work ends, and the next one begins
 }  # fmt: skip
 """Those that end no command; other tests provoke them."""
 

@@ -108,8 +108,10 @@ def alone(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, upli
 
 
 def has_room(manifest: Manifest, c: Candidate, a: int, b: int) -> bool:
-    """For a stage: on a card and on its host, or for both where they are one."""
+    """For a stage: on a card and on its host, or for both where they are one; several cards hold a model together."""
     own, host = memory.stage_memory(manifest, a, b, c.device), memory.host_memory(manifest, a, b, c.device)
+    if (cards := memory.device_count(c.device)) > 1 and b - a == manifest.model.n_layers:
+        own = min(own, max(memory.sharded_memory(manifest, cards, c.device)))
     if c.device == "cpu" or c.host_bytes == 0:
         return own + host <= c.memory_bytes
     return own <= c.memory_bytes and (c.host_bytes is None or host <= c.host_bytes)

@@ -84,13 +84,18 @@ def test_a_plan_says_whether_the_swarm_pays_beside_its_fastest_machine(tmp_path:
     assert _said(tmp_path, PEERS.replace("40GB", "6GB"))[1] == "  no machine could train the model alone"
 
 
-def test_devices_of_a_peer_add_up_where_each_holds_the_whole_model(tmp_path: Path) -> None:
-    """A peer with three devices is one that is three times as fast; one whose devices are too small has one."""
+def test_devices_of_a_peer_add_up_where_they_hold_the_whole_model(tmp_path: Path) -> None:
+    """A peer with three devices is one that is three times as fast, where each holds the model or all do together; one
+    whose devices are too small has one."""
     big, small = PEERS.split("[[peers]]")[1:3]
     three = _said(tmp_path, PEERS.replace(big, f"{big.rstrip()}\ndevices = 3\n\n"))
     assert three == _said(tmp_path, PEERS.replace(big, big.replace("60TFLOPS", "180TFLOPS")))
     assert three != _said(tmp_path)
-    assert _said(tmp_path, PEERS.replace(small, f"{small.rstrip()}\ndevices = 3\n\n")) == _said(tmp_path)
+    together = _said(tmp_path, PEERS.replace(small, f"{small.rstrip()}\ndevices = 3\n\n"))
+    assert sum("its 3 devices hold the whole model together" in line for line in together) == 4
+    tiny_ones = small.replace("6GB", "1GB")
+    short = _said(tmp_path, PEERS.replace(small, f"{tiny_ones.rstrip()}\ndevices = 3\n\n"))
+    assert short == _said(tmp_path, PEERS.replace(small, tiny_ones))
     for wrong in ("devices = 0", "devices = 65", 'devices = "2"'):
         with pytest.raises(UsageError, match=r"peer 1: devices must be a whole number in 1\.\.64"):
             _said(tmp_path, PEERS.replace(big, f"{big.rstrip()}\n{wrong}\n\n"))

@@ -10,7 +10,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,15 +29,16 @@ from peer.training.optimizer import Pace
 from peer.training.several_devices import GIVE_UP, Patience, SeveralDevicesTrainer, shares
 from peer.training.trainer import StageTrainer
 from protocol.errors import LocalError, UsageError
+from protocol.planning import memory
 from protocol.round.member_events import TrainOrder
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import TrainSpec
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from tests.support import machines, replicas, tiny
-from tests.support.chains import SPEC, TRAIN, ids_of, random_theta, relative, run_chain
+from tests.support.chains import SPEC, TRAIN, ids_of, random_theta, run_chain
+from tests.support.devices import DEADLINE, alone, assert_near, await_gone, begin, bits, inner_step
 
-DEADLINE = 120.0
 PATIENT = Patience(start=DEADLINE, stuck=DEADLINE)
 QWEN = dataclasses.replace(SPEC, num_key_value_heads=2, use_qk_norm=True, document_end_id=5, tie_word_embeddings=True)
 
@@ -79,62 +79,6 @@ def pair(shared: SeveralDevicesTrainer) -> SeveralDevicesTrainer:
     shared.load_optimizer({})
     shared.pace = alone().pace
     return shared
-
-
-def alone(spec: ModelSpec = SPEC, train: TrainSpec = TRAIN) -> StageTrainer:
-    return StageTrainer(spec, train, layout.shard_names(spec))
-
-
-def begin(*trainers: StageTrainer) -> None:
-    for trainer in trainers:
-        trainer.begin_round(random_theta(trainer.spec))
-
-
-def inner_step(
-    trainer: StageTrainer, number: int, before: Callable[[int], None] = lambda micro: None, seed: int | None = None
-) -> tuple[list[float], float]:
-    """As peer/chain/pipeline.py: the losses of its micro-batches, and its norm. `before(micro)`: comes first."""
-    train = trainer.train
-    ids = torch.tensor(ids_of(number if seed is None else seed, trainer.spec, train))
-    losses = []
-    for micro, part in enumerate(ids.reshape(train.micro_batches, train.rows, -1)):
-        before(micro)
-        losses.append(trainer.forward(micro, part))
-        trainer.backward(micro)
-    norm = sum(value for _, value in trainer.grad_sumsq()) ** 0.5
-    trainer.step(number, norm)
-    return [loss.item() for loss in losses], norm
-
-
-def moved(trainer: StageTrainer) -> dict[str, list[np.ndarray]]:
-    return {shard: trainer.delta(shard) for shard in trainer.shards}
-
-
-def bits(trainer: StageTrainer) -> list[str]:
-    """Of what was learned, and of the optimizer's state."""
-    state = {name: [np.asarray(array)] for name, array in trainer.optimizer_state().items()}
-    return [layout.shard_digest(arrays) for arrays in (moved(trainer) | state).values()]
-
-
-def assert_near(found: StageTrainer, expected: StageTrainer, within: float) -> None:
-    for shard, arrays in moved(expected).items():
-        for a, b in zip(moved(found)[shard], arrays, strict=True):
-            assert relative(torch.tensor(a), torch.tensor(b)) < within, shard
-
-
-def gone(pid: int) -> bool:
-    """Whether a process is over."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def await_gone(pids: list[int]) -> None:
-    end = time.monotonic() + DEADLINE
-    while not all(map(gone, pids)):
-        assert time.monotonic() < end, "helpers have outlived their peer"
-        time.sleep(0.02)  # there is no sign of it
 
 
 # --- the same update
@@ -468,5 +412,6 @@ def test_without_room_for_the_whole_model_one_device_trains_and_a_line_says_so()
     for one in (Hardware(("cpu", "cpu"), needed), Hardware(("cpu",), needed - 1)):
         assert one.useful(run, told.append) is one
     assert told == []
-    assert Hardware(("cpu", "cpu"), needed - 1).useful(run, told.append) == Hardware(("cpu",), needed - 1)
-    assert told[0].startswith("devices: each of the 2 must hold the whole model")
+    short = max(memory.sharded_memory(run, 2)) - 1
+    assert Hardware(("cpu", "cpu"), short).useful(run, told.append) == Hardware(("cpu",), short)
+    assert told[0].startswith("devices: the 2 do not hold the whole model together")

@@ -75,6 +75,26 @@ def test_eight_cards_of_six_gigabytes_train_a_model_of_half_a_billion_parameters
     assert len(arrange(RUNS["512m"], cards(8, 8))[0]) == 2, "two chains, where there was one of five and three spares"
 
 
+def test_four_cards_of_24_gigabytes_hold_seven_billion_parameters_together() -> None:
+    """With Muon; AdamW's second moments of the matrices take a fifth card."""
+    by_adamw = RUNS["7b"]
+    by_muon = dataclasses.replace(by_adamw, train=dataclasses.replace(by_adamw.train, optimizer="muon"))
+    usable = int(FREE * 24 * GB)
+    for manifest, cards in ((by_muon, 4), (by_adamw, 5)):
+        one, fewer, enough = (Budget(usable, f"{n} x cuda") for n in (1, cards - 1, cards))
+        assert not budget.holds_whole(manifest, one)
+        assert not budget.holds_whole(manifest, fewer)
+        assert budget.is_sharded(manifest, enough)
+        joined = budget.joined(manifest, manifest.train.micro_batches, enough, cards)
+        assert max(memory.sharded_memory(manifest, cards, "cuda", joined)) <= usable
+    peers = [
+        Candidate(peer=name, memory_bytes=usable, up_bps=10**8, speed_flops=10**14, device=device)
+        for name, device in (("a", "4 x cuda"), ("b", "4 x cuda"), ("c", "3 x cuda"))
+    ]
+    replicas, _ = arrange(by_muon, peers)
+    assert sorted(replica.members for replica in replicas) == [("a",), ("b",)]
+
+
 def test_the_host_beside_a_card_limits_it_too() -> None:
     manifest = RUNS["512m"]
     layers = manifest.model.n_layers
