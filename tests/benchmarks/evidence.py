@@ -310,8 +310,13 @@ def carry_out(
 
 
 def _commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True)
-    return found.stdout.decode().strip() or "unknown"
+    """The checkout's, or "unknown"."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"
 
 
 def _save(path: Path, content: dict[str, Any]) -> None:
@@ -375,22 +380,24 @@ def estimate(jobs: Sequence[Job], rows: Sequence[dict[str, Any]], workers: int) 
 
 def work(jobs: Sequence[Job], device: str, corpus: Path | None, folder: Path) -> Iterator[dict[str, Any]]:
     """The rows of jobs as they are done."""
+    told = partial(print, flush=True)
     if device != "cpu":
         for job in jobs:
-            yield carry_out(job, device, corpus, folder, partial(print, flush=True))
+            yield carry_out(job, device, corpus, folder, told)
             job.file(folder).unlink(missing_ok=True)
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.benchmarks.evidence"])
-    with ProcessPoolExecutor(WORKERS, context, _ready) as pool:
-        waiting, running = list(jobs), dict[Future[dict[str, Any]], Job]()
-        while waiting or running:
-            while waiting and len(running) < WORKERS:
-                job = waiting.pop(0)
-                running[pool.submit(carry_out, job, device, corpus, folder)] = job
-            for future in wait(running, return_when="FIRST_COMPLETED").done:
-                yield future.result()
-                running.pop(future).file(folder).unlink(missing_ok=True)
+    pool = ProcessPoolExecutor(WORKERS, context, _ready)  # not `with`, which would wait for its jobs after Ctrl-C
+    waiting, running = list(jobs), dict[Future[dict[str, Any]], Job]()
+    while waiting or running:
+        while waiting and len(running) < WORKERS:
+            job = waiting.pop(0)
+            running[pool.submit(carry_out, job, device, corpus, folder, told)] = job
+        for future in wait(running, return_when="FIRST_COMPLETED").done:
+            yield future.result()
+            running.pop(future).file(folder).unlink(missing_ok=True)
+    pool.shutdown()
 
 
 def main() -> int:
