@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.benchmarks import arms, evidence, evidence_page, plot
+from tests.benchmarks import arms, evidence, evidence_arms, evidence_page, plot
 from tests.benchmarks.arms import EMBED, Arm, Swarm
 from tests.benchmarks.subspace import GRASSMANN_ROUNDS, Subspace
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0
-TINY = evidence.SCALES["tiny"]
+TINY = evidence_arms.SCALES["tiny"]
 WRITER = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -182,7 +182,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     """The rows of all jobs."""
     folder = tmp_path_factory.mktemp("undisturbed")
     jobs = evidence.todo(TINY, TINY.arms, TINY.passes, [])
-    return [evidence.carry_out(job, "cpu", None, folder) for job in jobs]
+    return [evidence_arms.carry_out(job, "cpu", None, folder) for job in jobs]
 
 
 def test_a_job_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
@@ -195,10 +195,10 @@ def test_a_job_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path: Path, undi
                 raise _Killed
 
         with pytest.raises(_Killed):
-            evidence.carry_out(job, "cpu", None, tmp_path, told)
+            evidence_arms.carry_out(job, "cpu", None, tmp_path, told)
         assert f"round 2 of {TINY.rounds}" in lines[1]
         again: list[str] = []
-        row = evidence.carry_out(job, "cpu", None, tmp_path, again.append)
+        row = evidence_arms.carry_out(job, "cpu", None, tmp_path, again.append)
         assert len(again) == TINY.rounds - 3, "it began behind the checkpoint"
         assert bare(row) == bare(undisturbed[number])
 
@@ -251,8 +251,8 @@ def test_what_three_seeds_decide() -> None:
 
 
 def test_orderings_are_of_arms_that_are_trained_and_agree_with_the_paper() -> None:
-    trained_arms = set(evidence.SCALES["0.2M"].arms)
-    assert trained_arms == set(evidence.ARMS)
+    trained_arms = set(evidence_arms.SCALES["0.2M"].arms)
+    assert trained_arms == set(evidence_arms.ARMS)
     for orderings in evidence_page.ORDERINGS.values():
         for ordering in orderings:
             assert ordering.sum.keys() <= trained_arms
@@ -261,7 +261,7 @@ def test_orderings_are_of_arms_that_are_trained_and_agree_with_the_paper() -> No
 
 
 def test_bytes_are_those_of_updates_and_cuts() -> None:
-    scale = evidence.SCALES["0.2M"]
+    scale = evidence_arms.SCALES["0.2M"]
     full, ddp, diloco = (evidence_page.bytes_sent(scale, name) for name in ("full", "ddp", "diloco"))
     assert math.isclose(ddp, diloco * scale.inner_steps)
     assert 200 < diloco / full < 400
