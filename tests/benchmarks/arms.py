@@ -17,7 +17,7 @@ many steps. Each round ends with the outer step and its sparse update. All arms 
     warm=X     the share of the steps in which the learning rate rises
     k=X        entries of every 4096 that are sent
     values=X   of sparse updates: sym2 (2 bits), ref2 (2 bits as in SparseLoCo's reference code) or fp32
-    s=K        cuts of the paper (tests/benchmarks/subspace.py, which lists more options), if `evidence` trains the arm
+    s=K        cuts of the paper (tests/benchmarks/subspace.py, which lists more options)
     nesterov   dense updates and Nesterov momentum of 0.9 in the outer step (DiLoCo)
     average    H = 1: gradients are averaged over replicas before each step (data parallel)
 
@@ -351,6 +351,20 @@ class Swarm:
                 here.copy_(there)
 
 
+def swarm_of(
+    arm: Arm,
+    made: Manifest,
+    seeds: Sequence[int],
+    device: torch.device,
+    cuts: Sequence[int] | None = None,
+    text: CorpusReader | None = None,
+) -> Swarm:
+    """The replicas of an arm, with the cuts that it names. Parameters as in Swarm."""
+    from tests.benchmarks.subspace import Subspace
+
+    return (Subspace if arm.rank else Swarm)(arm, made, seeds, device, cuts, text)
+
+
 def rows(table_EVD: Tensor, at_ET: Tensor) -> Tensor:
     """The rows [E, T, D] of tables; `at_ET` counts through all of them."""
     return functional.embedding(at_ET, table_EVD.flatten(0, 1))
@@ -483,7 +497,7 @@ def with_options(arm: Arm, made: Manifest) -> Manifest:
 def run(arm: Arm, seeds: Sequence[int], chosen: argparse.Namespace) -> list[dict[str, float]]:
     """Losses of one training by seed: `plain` and `through` after the last round, `half` plain after half of them."""
     made = manifest(arm, len(arm.replicas), chosen.rows, chosen.rounds, chosen.width)
-    swarm, began = Swarm(arm, made, seeds, torch.device(chosen.device)), time.perf_counter()
+    swarm, began = swarm_of(arm, made, seeds, torch.device(chosen.device)), time.perf_counter()
     inner, held_out = made.train.inner_steps, regime.text().held_out(VALID_SEQUENCES)
     found: list[dict[str, float]] = [{} for _ in seeds]
     for r in range(chosen.rounds):

@@ -40,7 +40,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from tests.benchmarks import evidence_page, regime
-from tests.benchmarks.evidence_arms import BLOCKS, SCALES, Job, Scale, carry_out, ready
+from tests.benchmarks.evidence_arms import BLOCKS, SCALES, UNFINISHED, Job, Scale, carry_out, ready
 
 WORKERS = 2
 SECONDS_A_MILLION = 60.0
@@ -132,6 +132,8 @@ def main() -> int:
     torch.set_num_threads(1)
     try:
         with FileLock(folder / "lock", timeout=0):
+            for left in folder.glob(f"*{UNFINISHED}"):  # by a kill
+                left.unlink()
             rows = read(chosen.keep)
             jobs = todo(scale, names, scale.passes[: 1 if chosen.quick else None], rows)
             if jobs:
@@ -148,7 +150,9 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         print("evidence: interrupted; the same command goes on", flush=True)
-        os._exit(130)  # workers notice, and end
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        return 130
     return 0
 
 

@@ -24,12 +24,13 @@ from peer.net.disk import Disk
 from protocol.codec import formats
 from protocol.run.manifest import Manifest
 from tests.benchmarks import regime
-from tests.benchmarks.arms import Arm, Swarm, with_options
-from tests.benchmarks.subspace import Subspace
+from tests.benchmarks.arms import Arm, swarm_of, with_options
 
 REPLICAS, STAGES = 4, 4
 KEEP_SECONDS = 60.0
 """Between two checkpoints of a job."""
+UNFINISHED = ".new"
+"""Ending of a checkpoint that is being written."""
 
 ARMS: dict[str, str] = {
     "full": "ffff/adamw",
@@ -241,8 +242,7 @@ def carry_out(
     scale, arm = job.scale, job.scale.arm(job.name)
     made, where = scale.manifest(arm), torch.device(device)
     text = CorpusReader(corpus, Disk()) if corpus else regime.text(scale.sequence, scale.source)
-    kind = Subspace if arm.rank else Swarm
-    swarm = kind(arm, made, job.seeds, where, scale.cuts, text)
+    swarm = swarm_of(arm, made, job.seeds, where, scale.cuts, text)
     swarm.is_mixed = where.type == "cuda"
     path, first, spent = job.file(folder), 0, 0.0
     if path.exists():
@@ -250,7 +250,8 @@ def carry_out(
         if kept["job"] == job.key:
             swarm.restore(kept["swarm"])
             first, spent = kept["rounds"], kept["seconds"]
-    began, saved, rounds = time.process_time(), time.monotonic(), scale.rounds_of(arm)
+    clock = time.process_time if where.type == "cpu" else time.monotonic
+    began, saved, rounds = clock(), time.monotonic(), scale.rounds_of(arm)
     for r in range(first, rounds):
         swarm.begin_round()
         for step in range(made.train.inner_steps):
@@ -258,7 +259,7 @@ def carry_out(
             swarm.step(swarm.ids(r * made.train.inner_steps * scale.rows * REPLICAS, step))
         swarm.end_round()
         if r + 1 < rounds and time.monotonic() - saved >= scale.keep_s:
-            seconds = spent + time.process_time() - began
+            seconds = spent + clock() - began
             _save(path, {"job": job.key, "rounds": r + 1, "seconds": seconds, "swarm": swarm.state()})
             saved = time.monotonic()
             told(f"{job.name}, seeds {', '.join(map(str, job.seeds))}: round {r + 1} of {rounds}")
@@ -271,7 +272,7 @@ def carry_out(
         "through": through,
         "own": [(1 - chains) * p + chains * t for p, t in zip(plain, through, strict=True)],
         "bigram": round(regime.bigram_entropy(text), 4),
-        "seconds": round(spent + time.process_time() - began, 1),
+        "seconds": round(spent + clock() - began, 1),
         "device": torch.cuda.get_device_name() if where.type == "cuda" else "cpu",
         "torch": torch.__version__.split("+")[0],
         "commit": _commit(),
@@ -289,7 +290,7 @@ def _commit() -> str:
 
 
 def _save(path: Path, content: dict[str, Any]) -> None:
-    new = path.with_suffix(f".{os.getpid()}")
+    new = path.with_suffix(f".{os.getpid()}{UNFINISHED}")
     torch.save(content, new)
     new.replace(path)
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,7 @@ def made(text: str, rows: int = 1) -> Swarm:
     arm = Arm.of(text)
     manifest = TINY.manifest(arm)
     manifest = replace(manifest, train=replace(manifest.train, rows=rows))
-    kind = Subspace if arm.rank else Swarm
-    return kind(arm, manifest, [0], torch.device("cpu"), TINY.cuts)
+    return arms.swarm_of(arm, manifest, [0], torch.device("cpu"), TINY.cuts)
 
 
 def trained(swarm: Swarm, steps: int = 3) -> Swarm:
@@ -178,13 +178,16 @@ class _Killed(Exception):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The rows of all jobs."""
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+    """The rows of all jobs. Their text is in a cache of these tests."""
     folder = tmp_path_factory.mktemp("undisturbed")
     jobs = evidence.todo(TINY, TINY.arms, TINY.passes, [])
-    return [evidence_arms.carry_out(job, "cpu", None, folder) for job in jobs]
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XDG_CACHE_HOME", str(folder))
+        yield [evidence_arms.carry_out(job, "cpu", None, folder) for job in jobs]
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
     for number, job in enumerate(evidence.todo(TINY, TINY.arms, TINY.passes[:1], [])):
         lines = []
@@ -203,6 +206,7 @@ def test_a_job_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path: Path, undi
         assert bare(row) == bare(undisturbed[number])
 
 
+@pytest.mark.slow
 def test_a_killed_command_goes_on_to_the_same_rows_and_writes_the_page(
     tmp_path: Path, undisturbed: list[dict[str, Any]]
 ) -> None:
