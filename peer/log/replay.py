@@ -28,7 +28,7 @@ from protocol.codec.sparse import PayloadError
 from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, RemoteError, UsageError, apart, shown
 from protocol.identity import short_peer
-from protocol.ledger import history, part_lists, rules, run_state
+from protocol.ledger import aggregation, history, part_lists, rules, run_state
 from protocol.ledger.history import BadCommit
 from protocol.ledger.part_lists import BadList, Lists, Parts
 from protocol.ledger.retention import StateRounds
@@ -84,7 +84,9 @@ def replay(manifest: Manifest, commits: Sequence[Commit], payload: Callable[[str
     for commit in commits:
         lists = {share.root: part_lists.unpack(wanted(commit.round, share.root)) for share in commit.shares}
         for shard in shards:
-            outer.apply(shard, [(w, wanted(commit.round, part.digest)) for w, part, _ in commit.payloads(shard, lists)])
+            items = [(w, wanted(commit.round, part.digest)) for w, part, _ in commit.payloads(shard, lists)]
+            codec, found = aggregation.applied(manifest, commit, shard, items)
+            outer.apply(shard, found, codec=codec)
         yield State(commit.round, dict(outer.theta), {shard: outer.digest(shard) for shard in shards})
 
 
@@ -196,7 +198,7 @@ async def verify(
     outer = Outer(manifest.model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta, empty=empty)
     outer.theta = dict(start.theta) if start else await asyncio.to_thread(_initial, manifest, empty)
     replayed = start.round if start else -1
-    kept, state = _Kept(payload), run_state.begin(manifest)
+    kept, state, made = _Kept(payload), run_state.begin(manifest), dict[str, str]()
 
     def problem(round: int, shard: str | None, *reasons: str) -> None:
         for reason in reasons:
@@ -221,6 +223,11 @@ async def verify(
         follow(commit)
         if commit.round <= replayed:
             continue
+        for part in commit.aggregates:
+            if made.get(part.shard, part.digest) != part.digest:
+                gives, named = apart(made[part.shard], part.digest)
+                problem(commit.round - 1, part.shard, f"its updates give aggregate {gives}, the log names {named}")
+        made = {}
         is_past = until is not None and commit.round > until
         kept.begin()
         lists, reasons, unknown = await _lists(manifest, before.plan, None if is_past else commit, kept.payload)
@@ -243,7 +250,10 @@ async def verify(
             if items is None:
                 del outer.theta[shard]
                 continue
-            await asyncio.to_thread(outer.apply, shard, items)
+            codec, sums = await asyncio.to_thread(aggregation.applied, manifest, commit, shard, items)
+            if aggregation.is_aggregated(manifest, commit):
+                made[shard] = blob_hash.name_of(sums[0][1])
+            await asyncio.to_thread(outer.apply, shard, sums, codec=codec)
             done.payloads += len(items)
             done.payload_bytes += sum(len(data) for _, data in items)
         if is_past:

@@ -131,12 +131,17 @@ class Outer:
             e.reshape(-1)[sent.index] += sent.values
 
     def apply(
-        self, shard: str, contributions: Sequence[tuple[float, bytes | memoryview]], scratch: list[Array] | None = None
+        self,
+        shard: str,
+        contributions: Sequence[tuple[float, bytes | memoryview]],
+        scratch: list[Array] | None = None,
+        codec: Codec | None = None,
     ) -> None:
         """θ -= η Σ w_m sent_m over (weight, payload) in the given order. Raises PayloadError or ValueError (a weight
         that is not finite) before anything is changed, KeyError for a shard that is not held.
 
         scratch: takes the former arrays, and gives memory for the new ones; only where no reader has the former ones.
+        codec: of aggregates; None: that of offers.
         """
         held = self.theta[shard]
         if not all(math.isfinite(weight) for weight, _ in contributions):
@@ -148,7 +153,7 @@ class Outer:
             with self._taking:
                 return _taken(scratch, shapes, self.empty)
 
-        self.theta[shard] = sparse.apply(self.codec, held, contributions, self.eta, self.run, empty)
+        self.theta[shard] = sparse.apply(codec or self.codec, held, contributions, self.eta, self.run, empty)
         if scratch is not None:
             with self._taking:
                 scratch += [array for array in held if array.flags.writeable]
@@ -157,14 +162,15 @@ class Outer:
         self,
         contributions: Mapping[str, Sequence[tuple[float, bytes | memoryview]]],
         scratch: list[Array] | None = None,
+        codec: Codec | None = None,
     ) -> None:
         """`apply` of each of these shards; raises what it raises."""
         if self._abreast == 1:
             for shard, theirs in contributions.items():
-                self.apply(shard, theirs, scratch)
+                self.apply(shard, theirs, scratch, codec)
         else:
             with ThreadPoolExecutor(self._abreast, "apply") as pool:
-                list(pool.map(lambda shard: self.apply(shard, contributions[shard], scratch), contributions))
+                list(pool.map(lambda shard: self.apply(shard, contributions[shard], scratch, codec), contributions))
 
     def digest(self, shard: str) -> str:
         return layout.shard_digest(self.theta[shard])

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from protocol import identity
 from protocol.codec import formats
-from protocol.codec.formats import INDICES, VALUES, Codec
+from protocol.codec.formats import INDICES, TILE, VALUES, Codec
 from protocol.errors import UsageError, shown
 from protocol.run import hosts, layout
 from protocol.run.layout import MAX_CONTEXT, ModelSpec
@@ -156,6 +156,7 @@ class OuterSpec:
     """The outer step of SparseLoCo. topk: entries of every 4096.
 
     overlap: 1: replicas train the next round while this one is decided and applied (peer/node/rounds.py)
+    aggregate_topk: entries of every 4096 of an aggregate (protocol/ledger/aggregation.py); 0: peers add all updates
     """
 
     topk: int = 32
@@ -164,6 +165,7 @@ class OuterSpec:
     beta: float = 0.95
     eta: float = 1.0
     overlap: Annotated[int, Within(0, 1)] = 0
+    aggregate_topk: Annotated[int, Within(0, TILE)] = field(default=0, metadata=LATER)
 
     def __post_init__(self) -> None:
         Codec(topk=self.topk)  # raises where there is no such codec
@@ -176,6 +178,11 @@ class OuterSpec:
     @property
     def codec(self) -> Codec:
         return Codec(topk=self.topk)
+
+    @property
+    def aggregate_codec(self) -> Codec:
+        """Of aggregates; only where `aggregate_topk` is not 0."""
+        return Codec(topk=self.aggregate_topk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ from peer.state import storage
 from peer.state.outer_optimizer import Outer
 from protocol.codec import blob_hash, sparse
 from protocol.codec.formats import Codec
-from protocol.ledger import part_lists, rules, run_state
+from protocol.ledger import aggregation, part_lists, rules, run_state
 from protocol.ledger.run_state import RunState
 from protocol.round import handover
 from protocol.run import init, layout
@@ -86,6 +86,8 @@ class Ledger:
     payloads: dict[str, bytes] = field(default_factory=dict)
     log: list[Commit] = field(default_factory=list)
     entries: dict[tuple[str, str], dict[int, Entry]] = field(default_factory=dict)
+    aggregates: set[str] = field(default_factory=set)
+    """The names of those of all rounds up to the newest whose state was computed."""
     heads: dict[str, int] = field(default_factory=dict)
     """The newest round in each node's log."""
     votes: dict[str, Promise] = field(default_factory=dict)
@@ -294,8 +296,12 @@ class Ledger:
         while len(self._digests) <= round:
             commit = self.log[len(self._digests)]
             for shard in self._replay.theta:
-                items = commit.payloads(shard, self.lists(commit))
-                self._replay.apply(shard, [(w, self.payloads[p.digest]) for w, p, _ in items])
+                items = [(w, self.payloads[p.digest]) for w, p, _ in commit.payloads(shard, self.lists(commit))]
+                codec, found = aggregation.applied(manifest, commit, shard, items)
+                self._replay.apply(shard, found, codec=codec)
+                if aggregation.is_aggregated(manifest, commit):
+                    self.aggregates.add(blob_hash.name_of(found[0][1]))
+                    self.stats["aggregated shards"] += 1
             self._digests.append({s: self._replay.digest(s) for s in self._replay.theta})
         return self._digests[round]
 

@@ -61,6 +61,8 @@ LATE = 2
 """Newest rounds of which a node that learned the commit before it had all payloads removes what was coming for an
 offer, and fetches it again for the commit."""
 SHARE = 0.4
+AGGREGATE_TOPK = 512
+"""Half as many entries as an update: two of them are worth an aggregate."""
 LATEST = 40.0
 """By then everybody has started."""
 
@@ -70,6 +72,7 @@ class Swarm:
     take part. `lying_nodes`: as many operators as a quorum of 3f + 1 bears are dishonest, also after decrees. `calm`:
     nothing else goes wrong. `honest`: the same run, with operators who could lie and do not, and chains that could
     quarrel and do not. `probation`: newcomers' rounds of it; nobody has more than SHARE of a round's weight then.
+    `aggregates`: nodes add up the updates of two replicas and more.
     `fixed`: nobody becomes an operator, or ceases to be one. `quarrels`: members of chains say of each other that they
     lie, for no reason. `colluders`: volunteers agree on bad work. `long`: so many rounds of so large payloads that the
     archives remove the first ones."""
@@ -87,6 +90,7 @@ class Swarm:
         quarrels: bool = False,
         colluders: bool = False,
         long: bool = False,
+        aggregates: bool = False,
     ) -> None:
         rng = random.Random(seed)
         kind = "swarm" if quarrels else kind_of(seed)
@@ -113,7 +117,12 @@ class Swarm:
             quorum=quorum,
             checkpoint_rounds=rng.choice((1, 2, 4)),
             admission=AdmissionSpec(probation=probation, share=SHARE if probation else 1.0),
-            outer=OuterSpec(topk=4096 if long else 1024, beta=rng.choice((0.5, 1.0)), overlap=rng.choice((0, 1))),
+            outer=OuterSpec(
+                topk=4096 if long else 1024,
+                beta=rng.choice((0.5, 1.0)),
+                overlap=rng.choice((0, 1)),
+                aggregate_topk=AGGREGATE_TOPK if aggregates else 0,
+            ),
         )
         drawn = weather(rng, seed)
         drawn = dataclasses.replace(drawn, calm_at=0.0 if calm else drawn.calm_at * (LONG_STORM if long else 1))
@@ -442,7 +451,7 @@ class Swarm:
         own = {name for o in storage.offers for name in (part_lists.root_of(o.parts), *(p.digest for p in o.parts))}
         states = {digest for round in range(len(self.ledger.log)) for digest in self.ledger.digests(round).values()}
         moved = {move.handover.blob for moves in self.ledger.moves.values() for move in moves}
-        useless = set(storage.blobs) - committed - own - states - moved
+        useless = set(storage.blobs) - committed - own - states - moved - self.ledger.aggregates
         if useless:
             raise self._said(
                 Violation("P6", f"{process.name[-8:]} keeps {len(useless)} payloads that nobody committed")
