@@ -223,10 +223,8 @@ async def verify(
         follow(commit)
         if commit.round <= replayed:
             continue
-        for part in commit.aggregates:
-            if made.get(part.shard, part.digest) != part.digest:
-                gives, named = apart(made[part.shard], part.digest)
-                problem(commit.round - 1, part.shard, f"its updates give aggregate {gives}, the log names {named}")
+        for shard, reason in _false_aggregates(commit, made):
+            problem(commit.round - 1, shard, reason)
         made = {}
         is_past = until is not None and commit.round > until
         kept.begin()
@@ -235,14 +233,12 @@ async def verify(
         for shard in unknown & outer.theta.keys():
             del outer.theta[shard]
         for shard in list(outer.theta):
-            if shard in commit.digests:
-                done.attested += 1
-                if (found := await asyncio.to_thread(outer.digest, shard)) != commit.digests[shard]:
-                    gives, attested = apart(found, commit.digests[shard])
-                    problem(commit.round - 1, shard, f"the replay gives state {gives}, the peers say {attested}")
-                    del outer.theta[shard]
-                    continue
-                done.agreed += 1
+            if shard in commit.digests and (
+                reason := await asyncio.to_thread(_disagreement, outer, commit, shard, done)
+            ):
+                problem(commit.round - 1, shard, reason)
+                del outer.theta[shard]
+                continue
             if is_past:
                 continue
             wrong, items = await _payloads(manifest, commit, shard, lists, kept)
@@ -250,10 +246,7 @@ async def verify(
             if items is None:
                 del outer.theta[shard]
                 continue
-            codec, sums = await asyncio.to_thread(aggregation.applied, manifest, commit, shard, items)
-            if aggregation.is_aggregated(manifest, commit):
-                made[shard] = blob_hash.name_of(sums[0][1])
-            await asyncio.to_thread(outer.apply, shard, sums, codec=codec)
+            made |= await asyncio.to_thread(_apply, outer, manifest, commit, shard, items)
             done.payloads += len(items)
             done.payload_bytes += sum(len(data) for _, data in items)
         if is_past:
@@ -263,6 +256,34 @@ async def verify(
     done.theta = dict(outer.theta)
     done.digests = {shard: await asyncio.to_thread(outer.digest, shard) for shard in outer.theta}
     return done
+
+
+def _apply(
+    outer: Outer, manifest: Manifest, commit: Commit, shard: str, items: list[tuple[float, bytes]]
+) -> dict[str, str]:
+    """Applies a commit to a shard. Returns the name of the aggregate by the shard, if there is one."""
+    codec, found = aggregation.applied(manifest, commit, shard, items)
+    outer.apply(shard, found, codec=codec)
+    return {shard: blob_hash.name_of(found[0][1])} if aggregation.is_aggregated(manifest, commit) else {}
+
+
+def _disagreement(outer: Outer, commit: Commit, shard: str, done: Verification) -> str:
+    """Compares a shard's state before a commit with the digest that its peers attest; `done` counts it. Returns what
+    is wrong, empty where they agree."""
+    done.attested += 1
+    if (found := outer.digest(shard)) == commit.digests[shard]:
+        done.agreed += 1
+        return ""
+    gives, attested = apart(found, commit.digests[shard])
+    return f"the replay gives state {gives}, the peers say {attested}"
+
+
+def _false_aggregates(commit: Commit, made: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yields shards of which a commit names another aggregate than `made`, by shard, and what is wrong."""
+    for each in commit.aggregates:
+        if made.get(each.shard, each.digest) != each.digest:
+            gives, named = apart(made[each.shard], each.digest)
+            yield each.shard, f"its updates give aggregate {gives}, the log names {named}"
 
 
 class _Kept:

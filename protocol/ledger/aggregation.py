@@ -19,17 +19,14 @@ from protocol.codec.formats import Codec
 from protocol.codec.topk import Map
 from protocol.ledger import part_lists
 from protocol.run import layout
-from protocol.run.manifest import Manifest
+from protocol.run.manifest import AGGREGATE_WORTH, Manifest
 from protocol.wire.commit import Aggregate, Commit, liars_borne
 from protocol.wire.session import Aggregated
-
-WORTH = 2
-"""A round has aggregates where its updates have so many times the bytes."""
 
 
 def is_aggregated(manifest: Manifest, commit: Commit) -> bool:
     """Returns whether the aggregates of this commit's updates are applied in place of the updates."""
-    return bool(manifest.outer.aggregate_topk) and commit.payload_bytes >= WORTH * largest_aggregate(manifest)
+    return bool(manifest.outer.aggregate_topk) and commit.payload_bytes >= AGGREGATE_WORTH * largest_aggregate(manifest)
 
 
 def fetched_bytes(manifest: Manifest, commit: Commit) -> int:
@@ -39,7 +36,7 @@ def fetched_bytes(manifest: Manifest, commit: Commit) -> int:
 
 def most_fetched(manifest: Manifest) -> float:
     """The most that `fetched_bytes` gives for any commit of a run; infinite where it has no aggregates."""
-    return WORTH * largest_aggregate(manifest) if manifest.outer.aggregate_topk else math.inf
+    return AGGREGATE_WORTH * largest_aggregate(manifest) if manifest.outer.aggregate_topk else math.inf
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,7 +13,7 @@ from protocol.codec import sparse
 from protocol.ledger import aggregation, rules, run_state
 from protocol.ledger.aggregation import Named
 from protocol.run import layout
-from protocol.run.manifest import OuterSpec
+from protocol.run.manifest import AGGREGATE_WORTH, OuterSpec
 from protocol.wire.commit import Aggregate, Commit
 from protocol.wire.session import Aggregated
 from tests.support import tiny
@@ -62,7 +62,7 @@ def aggregates(text: str = "") -> tuple[Aggregate, ...]:
 
 
 def test_a_round_has_aggregates_where_they_are_worth_it_in_bytes() -> None:
-    least = aggregation.WORTH * aggregation.largest_aggregate(RUN)
+    least = AGGREGATE_WORTH * aggregation.largest_aggregate(RUN)
     assert aggregation.is_aggregated(RUN, commit_of(least))
     assert not aggregation.is_aggregated(RUN, commit_of(least - 1))
     without = dataclasses.replace(RUN, outer=OuterSpec(topk=32))
