@@ -233,9 +233,7 @@ async def verify(
         for shard in unknown & outer.theta.keys():
             del outer.theta[shard]
         for shard in list(outer.theta):
-            if shard in commit.digests and (
-                reason := await asyncio.to_thread(_disagreement, outer, commit, shard, done)
-            ):
+            if reason := await asyncio.to_thread(_compare, outer, commit, shard, done):
                 problem(commit.round - 1, shard, reason)
                 del outer.theta[shard]
                 continue
@@ -267,9 +265,11 @@ def _apply(
     return {shard: blob_hash.name_of(found[0][1])} if aggregation.is_aggregated(manifest, commit) else {}
 
 
-def _disagreement(outer: Outer, commit: Commit, shard: str, done: Verification) -> str:
-    """Compares a shard's state before a commit with the digest that its peers attest; `done` counts it. Returns what
-    is wrong, empty where they agree."""
+def _compare(outer: Outer, commit: Commit, shard: str, done: Verification) -> str:
+    """Compares a shard's state before a commit with the digest that its peers attest, if they do; `done` counts it.
+    Returns what is wrong, or nothing."""
+    if shard not in commit.digests:
+        return ""
     done.attested += 1
     if (found := outer.digest(shard)) == commit.digests[shard]:
         done.agreed += 1
