@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from typing import Generic, TypeVar
 
 from peer.net.base import Clock
+from peer.net.blobs import BlobStore
+from protocol.ledger import aggregation
 from protocol.quorum.paxos import Quorum
 from protocol.quorum.paxos_events import Judged, Objection
 from protocol.round import fairness
 from protocol.round.fairness import DoubtRecord, NodeView
 from protocol.round.judging import Lookup
 from protocol.round.leader import Leader
-from protocol.wire.commit import Commit
+from protocol.run import layout
+from protocol.run.manifest import Manifest
+from protocol.wire.commit import Aggregate, Commit
+from protocol.wire.session import Aggregated
 
 log = logging.getLogger("potluck.jobs")
 fairness_log = logging.getLogger("potluck.fairness")
@@ -89,6 +95,36 @@ class LatestJob(Generic[Job, Answer]):
 
 
 @dataclass(eq=False)
+class AggregateMaker:
+    """Makes the aggregates of the newest round that has them. Used from several threads.
+
+    blobs: holds the round's payloads, and gets the aggregates, as blobs of the next round, whose commit names them
+    """
+
+    manifest: Manifest
+    blobs: BlobStore
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: tuple[str, Aggregated] | None = None
+
+    def make(self, commit: Commit) -> Aggregated:
+        """Returns the aggregates of a commit's updates, which are stored. Raises Missing, UsageError."""
+        with self._lock:
+            if self._made is None or self._made[0] != commit.digest:
+                shards = layout.shard_names(self.manifest.model)
+                made = Aggregated(round=commit.round, aggregates=tuple(self._one(commit, shard) for shard in shards))
+                self._made = commit.digest, made
+            return self._made[1]
+
+    def _one(self, commit: Commit, shard: str) -> Aggregate:
+        found = aggregation.contributions(commit, shard, require(self.blobs.get))
+        payload = aggregation.aggregate(self.manifest, shard, found)
+        name = self.blobs.put(payload, commit.round + 1)
+        return Aggregate(shard=shard, digest=name, size=len(payload))
+
+
+@dataclass(eq=False)
 class ProposalChecker:
     """Checks the commits that other nodes propose, one after the other (protocol/round/fairness.py).
 
@@ -97,6 +133,7 @@ class ProposalChecker:
     read: gives payloads and lists of parts by name, None for those that are not here
     known: what was found in payloads (protocol/round/comparing.py)
     compute: as in BootstrapNode
+    aggregates: makes those of a commit
     """
 
     leader: Leader
@@ -106,6 +143,7 @@ class ProposalChecker:
     read: Callable[[str], bytes | None]
     known: Lookup
     compute: Callable[[str, int], str | None]
+    aggregates: Callable[[Commit], Aggregated]
 
     def __post_init__(self) -> None:
         self._read = require(self.read)
@@ -136,6 +174,9 @@ class ProposalChecker:
             members = len(head.members if head is not None else sight.manifest.first_members)
             self.put(Judged(commit.digest, self._doubts.weigh(peer, commit.round, found, members)))
 
+    def _make(self, commit: Commit) -> tuple[Aggregate, ...]:
+        return self.aggregates(commit).aggregates
+
     def _judge(self, sight: NodeView, commit: Commit) -> Objection | None:
         if (lie := fairness.lie_in(sight, commit)) is not None:
             return lie
@@ -149,6 +190,12 @@ class ProposalChecker:
             return Objection("cannot be judged", False)
         if (wrong := fairness.wrong_refutation_in(sight, commit, self.compute)) is not None:
             return wrong
+        try:
+            if (wrong := fairness.wrong_aggregates_in(sight, commit, self._make)) is not None:
+                return wrong
+        except Missing as error:
+            fairness_log.info("the aggregates in round %d cannot be checked: %s", commit.round, error)
+            return Objection("names aggregates that this node cannot make", False) if sight.settled else None
         try:
             return fairness.doubt_in(sight, commit)
         except Exception:  # announcements that the planner cannot bear end no node, and are no reason to accuse one

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from bootstrap.archive import Archive
-from bootstrap.background_jobs import LatestJob, ProposalChecker, require
+from bootstrap.background_jobs import AggregateMaker, LatestJob, ProposalChecker, require
 from bootstrap.calls import AnnouncementTable, DecreeHandler, LogAndRosterHandler
 from bootstrap.payloads import Payloads
 from bootstrap.sessions import (
@@ -45,7 +45,7 @@ from peer.net.relay import RelayServer
 from protocol import identity as identities
 from protocol.errors import LocalError, RemoteError, shown
 from protocol.identity import Identity, short_peer
-from protocol.ledger import access, claims, ranges
+from protocol.ledger import access, aggregation, claims, ranges
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
 from protocol.quorum import paxos_events
@@ -61,12 +61,13 @@ from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import NODE_DEVICE, Announcement
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.claims import Evaluation, Score
-from protocol.wire.commit import Record
+from protocol.wire.commit import Commit, Record
 from protocol.wire.decree import Motion
 from protocol.wire.encoding import Message, MessageHead, RecordHead
 from protocol.wire.plan import Plan
 from protocol.wire.schema import extend
 from protocol.wire.session import (
+    Aggregated,
     Announced,
     Attest,
     ChainFailure,
@@ -217,6 +218,11 @@ class BootstrapNode:
         self._recomputing = LatestJob[leader_events.Recompute, leader_events.Recomputed](
             "recompute", lambda asked: asked.answer(work.digest), self._events.put, retry_seconds=JUDGE_RETRY_SECONDS
         )
+        maker = AggregateMaker(manifest, archive.blobs)
+        self._aggregating = LatestJob[Commit, Aggregated](
+            "aggregates", maker.make, self._aggregated, retry_seconds=JUDGE_RETRY_SECONDS
+        )
+        self._newest: Aggregated | None = None
         self._finished: Finished | None = None
         self._stalled = False
         admission_control = AdmissionControl(self.leader, self._events.submit, clock)
@@ -229,7 +235,7 @@ class BootstrapNode:
             self._tell_operator,
         )
         self._proposals = ProposalChecker(
-            self.leader, quorum, clock, self._events.put, archive.blobs.get, known, work.digest
+            self.leader, quorum, clock, self._events.put, archive.blobs.get, known, work.digest, maker.make
         )
 
     async def serve(self, relay_bps: int = 0) -> None:
@@ -265,6 +271,7 @@ class BootstrapNode:
         await self._serve_blobs(named)
         if archive.commits:
             self._emit(extend(events.Commit, archive.commits[-1]))
+            self._make_aggregates(archive.commits[-1])
         self._forget(await self._payloads.sweep(archive.commits))
         self._payloads.complete(range(archive.states.begin + 1, len(archive.commits)))
         own = transport.peer_id
@@ -274,6 +281,7 @@ class BootstrapNode:
             self._planning.run(),
             self._judging.run(),
             self._recomputing.run(),
+            self._aggregating.run(),
             self._states.run(),
             self._proposals.run(),
             self._directory.announce(lambda sealed: self.roster.add(own, sealed)),
@@ -361,10 +369,13 @@ class BootstrapNode:
             session.post(self.archive.records[-1])
         if self.quorum.leadership.turn:
             session.post(encoding.encode(self._beat()))
-        self._send_end(session)
+        self._send_newest(session, len(self.archive.commits) - 1)
 
-    def _send_end(self, session: Session) -> None:
-        """Sends the end of the run, if any; repeated with every answer about the log, as a full outbox drops it."""
+    def _send_newest(self, session: Session, after: int) -> None:
+        """Sends the end of the run, and the aggregates of round `after`, if there are any; repeated with every answer
+        about the log, as a full outbox drops them."""
+        if self._newest is not None and self._newest.round == after:
+            session.post(encoding.encode(self._newest))
         if self._finished is not None:
             session.post(encoding.encode(self._finished))
 
@@ -399,7 +410,7 @@ class BootstrapNode:
                 await self._events.submit(leader_events.Received(peer, message))
             case LogRequest(after=after):
                 self._send_log(session, after)
-                self._send_end(session)
+                self._send_newest(session, after)
             case Heartbeat():
                 session.post(encoding.encode(self._beat()))
             case _:
@@ -572,6 +583,17 @@ class BootstrapNode:
         self._sessions.post_all(self.archive.records[record.commit.round])
         self._payloads.complete(range(record.commit.round, record.commit.round + 1))
         self._states.news.set()
+        self._make_aggregates(record.commit)
+
+    def _make_aggregates(self, commit: Commit) -> None:
+        if aggregation.is_aggregated(self.manifest, commit):
+            self._aggregating.ask(commit)
+
+    def _aggregated(self, made: Aggregated) -> None:
+        """The aggregates of a round are here: peers may fetch them, and the next commit names them."""
+        self._newest = made
+        self._sessions.post_all(encoding.encode(made))
+        self._events.put(leader_events.AggregatesMade(made))
 
     def _finish(self, round: int) -> None:
         final, model = self.leader.attestations.majority(round), self.manifest.model

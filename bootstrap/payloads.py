@@ -29,7 +29,7 @@ from protocol.ledger.part_lists import Parts
 from protocol.quorum import paxos_events
 from protocol.round import comparing, leader_events
 from protocol.round.comparing import Notes
-from protocol.wire.commit import Commit, Part, Share
+from protocol.wire.commit import Aggregate, Commit, Part, Share
 from protocol.wire.session import Withdraw
 
 RETRY_SECONDS = 2.0
@@ -146,7 +146,7 @@ class Payloads:
 
     def _names(self, commit: Commit) -> set[str] | None:
         """Returns all names in a commit, None while a list of it is missing."""
-        names: set[str] = set()
+        names = {aggregate.digest for aggregate in commit.aggregates}
         for share in commit.shares:
             raw = self.archive.blobs.get(share.root)
             if raw is None:
@@ -186,6 +186,8 @@ class Payloads:
             if self._is_kept(round):
                 for share in self.archive.commits[round].shares:
                     await self._complete_share(share, round)
+                for aggregate in self.archive.commits[round].aggregates:
+                    await self._complete_aggregate(aggregate, round)
             self._incomplete.discard(round)
 
     async def _complete_share(self, share: Share, round: int) -> None:
@@ -204,6 +206,20 @@ class Payloads:
         for name in (share.root, *(part.digest for part in parts or ())):
             if -1 < self.archive.blobs.round_of(name) < round:  # an earlier round named it, too
                 await asyncio.to_thread(self.archive.blobs.renew, name, round)
+
+    async def _complete_aggregate(self, aggregate: Aggregate, round: int) -> None:
+        name = aggregate.digest
+        self._want(name, _FOR_GOOD)
+        while self._is_kept(round) and not self.archive.blobs.has(name):
+            try:
+                with self._busy(name):
+                    await self.fetcher.fetch(name, aggregate.size, self._asked(()), round=round)
+            except RemoteError as error:
+                self._warn(f"aggregate of {aggregate.shard} of round {round - 1}: {error}")
+                await asyncio.sleep(RETRY_SECONDS)
+        self._wanted.pop(name, None)
+        if -1 < self.archive.blobs.round_of(name) < round:
+            await asyncio.to_thread(self.archive.blobs.renew, name, round)
 
     def _is_kept(self, round: int) -> bool:
         return round > self.archive.states.begin

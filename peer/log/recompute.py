@@ -20,7 +20,7 @@ from peer.state import tensor_file
 from peer.state.outer_optimizer import Outer
 from protocol.codec.sparse import PayloadError
 from protocol.codec.topk import in_memory
-from protocol.ledger import part_lists
+from protocol.ledger import aggregation
 from protocol.ledger.part_lists import BadList
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
@@ -71,7 +71,7 @@ def store_state(
         for each in range(after + 1, round + 1):
             if is_over():
                 return None
-            replay.apply(shard, _payloads(commits[each], shard, blobs.get))
+            _step(manifest, replay, shard, commits[each], blobs.get)
     except (KeyError, BadList, PayloadError):
         return None
     is_right = (digest := replay.digest(shard)) == commits[round + 1].digests[shard]
@@ -127,7 +127,7 @@ class Recomputer:
             if not self._is_cheap(shard, after, round):
                 return None
             for each in range(after + 1, round + 1):
-                replay.apply(shard, _payloads(self._commits[each], shard, self._get))
+                _step(self._manifest, replay, shard, self._commits[each], self._get)
                 after = each
         except (KeyError, IndexError, BadList, PayloadError):
             return None
@@ -168,8 +168,8 @@ def _name_of(manifest: Manifest, commits: Sequence[Commit], shard: str, round: i
     return commits[round + 1].digests[shard] if round else manifest.initial_digests.get(shard)
 
 
-def _payloads(commit: Commit, shard: str, get: Read) -> list[tuple[float, bytes]]:
-    """The weights and payloads of a commit's shard. Raises KeyError if one is not here, BadList."""
+def _step(manifest: Manifest, replay: Outer, shard: str, commit: Commit, get: Read) -> None:
+    """Applies a commit to a shard. Raises KeyError if a payload is not here, BadList, PayloadError."""
 
     def read(name: str) -> bytes:
         data = get(name)
@@ -177,5 +177,5 @@ def _payloads(commit: Commit, shard: str, get: Read) -> list[tuple[float, bytes]
             raise KeyError(name)
         return data
 
-    lists = {share.root: part_lists.unpack(read(share.root)) for share in commit.shares}
-    return [(weight, read(part.digest)) for weight, part, _ in commit.payloads(shard, lists)]
+    codec, found = aggregation.applied(manifest, commit, shard, aggregation.contributions(commit, shard, read))
+    replay.apply(shard, found, codec=codec)

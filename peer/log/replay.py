@@ -28,7 +28,7 @@ from protocol.codec.sparse import PayloadError
 from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, RemoteError, UsageError, apart, shown
 from protocol.identity import short_peer
-from protocol.ledger import history, part_lists, rules, run_state
+from protocol.ledger import aggregation, history, part_lists, rules, run_state
 from protocol.ledger.history import BadCommit
 from protocol.ledger.part_lists import BadList, Lists, Parts
 from protocol.ledger.retention import StateRounds
@@ -84,7 +84,9 @@ def replay(manifest: Manifest, commits: Sequence[Commit], payload: Callable[[str
     for commit in commits:
         lists = {share.root: part_lists.unpack(wanted(commit.round, share.root)) for share in commit.shares}
         for shard in shards:
-            outer.apply(shard, [(w, wanted(commit.round, part.digest)) for w, part, _ in commit.payloads(shard, lists)])
+            items = [(w, wanted(commit.round, part.digest)) for w, part, _ in commit.payloads(shard, lists)]
+            codec, found = aggregation.applied(manifest, commit, shard, items)
+            outer.apply(shard, found, codec=codec)
         yield State(commit.round, dict(outer.theta), {shard: outer.digest(shard) for shard in shards})
 
 
@@ -196,7 +198,7 @@ async def verify(
     outer = Outer.of(manifest, empty=empty)
     outer.theta = dict(start.theta) if start else await asyncio.to_thread(_initial, manifest, empty)
     replayed = start.round if start else -1
-    kept, state = _Kept(payload), run_state.begin(manifest)
+    kept, state, made = _Kept(payload), run_state.begin(manifest), dict[str, str]()
 
     def problem(round: int, shard: str | None, *reasons: str) -> None:
         for reason in reasons:
@@ -221,6 +223,9 @@ async def verify(
         follow(commit)
         if commit.round <= replayed:
             continue
+        for shard, reason in _false_aggregates(commit, made):
+            problem(commit.round - 1, shard, reason)
+        made = {}
         is_past = until is not None and commit.round > until
         kept.begin()
         lists, reasons, unknown = await _lists(manifest, before.plan, None if is_past else commit, kept.payload)
@@ -228,14 +233,10 @@ async def verify(
         for shard in unknown & outer.theta.keys():
             del outer.theta[shard]
         for shard in list(outer.theta):
-            if shard in commit.digests:
-                done.attested += 1
-                if (found := await asyncio.to_thread(outer.digest, shard)) != commit.digests[shard]:
-                    gives, attested = apart(found, commit.digests[shard])
-                    problem(commit.round - 1, shard, f"the replay gives state {gives}, the peers say {attested}")
-                    del outer.theta[shard]
-                    continue
-                done.agreed += 1
+            if reason := await asyncio.to_thread(_compare, outer, commit, shard, done):
+                problem(commit.round - 1, shard, reason)
+                del outer.theta[shard]
+                continue
             if is_past:
                 continue
             wrong, items = await _payloads(manifest, commit, shard, lists, kept)
@@ -243,7 +244,7 @@ async def verify(
             if items is None:
                 del outer.theta[shard]
                 continue
-            await asyncio.to_thread(outer.apply, shard, items)
+            made |= await asyncio.to_thread(_apply, outer, manifest, commit, shard, items)
             done.payloads += len(items)
             done.payload_bytes += sum(len(data) for _, data in items)
         if is_past:
@@ -253,6 +254,36 @@ async def verify(
     done.theta = dict(outer.theta)
     done.digests = {shard: await asyncio.to_thread(outer.digest, shard) for shard in outer.theta}
     return done
+
+
+def _apply(
+    outer: Outer, manifest: Manifest, commit: Commit, shard: str, items: list[tuple[float, bytes]]
+) -> dict[str, str]:
+    """Applies a commit to a shard. Returns the name of the aggregate by the shard, if there is one."""
+    codec, found = aggregation.applied(manifest, commit, shard, items)
+    outer.apply(shard, found, codec=codec)
+    return {shard: blob_hash.name_of(found[0][1])} if aggregation.is_aggregated(manifest, commit) else {}
+
+
+def _compare(outer: Outer, commit: Commit, shard: str, done: Verification) -> str:
+    """Compares a shard's state before a commit with the digest that its peers attest, if they do; `done` counts it.
+    Returns what is wrong, or nothing."""
+    if shard not in commit.digests:
+        return ""
+    done.attested += 1
+    if (found := outer.digest(shard)) == commit.digests[shard]:
+        done.agreed += 1
+        return ""
+    gives, attested = apart(found, commit.digests[shard])
+    return f"the replay gives state {gives}, the peers say {attested}"
+
+
+def _false_aggregates(commit: Commit, made: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yields shards of which a commit names another aggregate than `made`, by shard, and what is wrong."""
+    for each in commit.aggregates:
+        if made.get(each.shard, each.digest) != each.digest:
+            gives, named = apart(made[each.shard], each.digest)
+            yield each.shard, f"its updates give aggregate {gives}, the log names {named}"
 
 
 class _Kept:

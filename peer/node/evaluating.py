@@ -80,6 +80,7 @@ class Scorer:
 
     tell: sends a message to the bootstrap nodes.
     read: a payload or a list of parts by its name; None where it is not here.
+    bring: fetches what is not here of a contribution. Raises RemoteError.
     """
 
     manifest: Manifest
@@ -87,6 +88,7 @@ class Scorer:
     text: Text
     tell: Callable[[Message], None]
     read: Callable[[str], bytes | None]
+    bring: Callable[[Commit, Contribution], Awaitable[None]]
 
     def __post_init__(self) -> None:
         self._scores: dict[int, Score] = {}
@@ -116,6 +118,7 @@ class Scorer:
                 continue
             try:
                 assigned = await asyncio.wait_for(self._assigned(commit, contribution, log), TEXT_SECONDS)
+                await asyncio.wait_for(self.bring(commit, contribution), TEXT_SECONDS)
                 gains = await run(self.gains, model, contribution, assigned, other, plain)
             except (PotluckError, TimeoutError, KeyError):
                 continue

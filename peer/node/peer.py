@@ -49,7 +49,7 @@ from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.commit import Commit, Record
 from protocol.wire.encoding import Message
 from protocol.wire.schema import extend
-from protocol.wire.session import Announced, ChainReconfig, Finished, Heartbeat, Offered, TakeSeat, TimeUp
+from protocol.wire.session import Aggregated, Announced, ChainReconfig, Finished, Heartbeat, Offered, TakeSeat, TimeUp
 
 
 async def run_text(manifest: Manifest, config: JoinConfig, access: TextAccess) -> Text:
@@ -266,7 +266,7 @@ class Peer:
             load=functools.partial(inference.Measured, wanted=self._hardware.device),
             tokenizer=self._tokenizer,
             worker=functools.partial(make_worker, config.threads),
-            scorer=None if audit else Scorer(manifest, identity, text, tell, self._storage.blobs.get),
+            scorer=None if audit else Scorer(manifest, identity, text, tell, self._storage.blobs.get, exchange.bring),
             has_room=audit or budget.has_room_to_evaluate(manifest, room),
             always=audit,
         )
@@ -299,6 +299,8 @@ class Peer:
                     rounds.put(member_events.Committed(message))
                 case Offered():
                     rounds.prefetch(node, message)
+                case Aggregated():
+                    rounds.exchange.named(node, message)
                 case TimeUp() | TakeSeat() | ChainReconfig() | Finished() | Heartbeat():
                     rounds.put(member_events.Told(node, message))
 

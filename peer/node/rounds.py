@@ -33,7 +33,7 @@ from peer.state.payloads import CommitsWait, Exchange, PayloadsGone
 from peer.state.recovery import Recovery, WarmUp
 from peer.state.storage import Checkpoint, Feedback, FeedbackWriter, Shards, Storage
 from protocol.identity import short_peer
-from protocol.ledger import part_lists, retention, schedule
+from protocol.ledger import aggregation, part_lists, retention, schedule
 from protocol.ledger.credits import parts
 from protocol.round import handover, member_events
 from protocol.round.member import Member
@@ -167,8 +167,10 @@ class Rounds:
         held = tuple(dict.fromkeys((*self.outer.theta, *self._warm_up.shards)))
         before = self.member.commits.get(offered.round - 1)
         plan = before.plan if before is not None else None
-        if plan is None or node != self.member.leader:
+        if before is None or plan is None or node != self.member.leader:
             return
+        if aggregation.is_aggregated(self.manifest, before):
+            return  # so will this round be
         if retention.fetches_ahead(self.member.applied, held, offered.round):
             if self._named[0] != offered.round:
                 self._named = offered.round, set()
@@ -432,8 +434,8 @@ class Rounds:
             self.inner_loop.release()
             scratch = None if self.evaluator.reads else self._scratch
         found = {shard: payloads.by_shard[shard] for shard in held}
-        await self._timed("apply", self._work(lambda: self.outer.apply_all(found, scratch)))
-        self._replayed_bytes += commit.payload_bytes
+        await self._timed("apply", self._work(lambda: self.outer.apply_all(found, scratch, payloads.codec)))
+        self._replayed_bytes += aggregation.fetched_bytes(self.manifest, commit)
         await self._rebuild(rebuild, commit.round)
         await self._work(lambda: self.exchange.settle(commit, self._needed(commit.round)))
         self._report_round(commit, self._clock.steady() - began)

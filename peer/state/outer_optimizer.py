@@ -171,12 +171,17 @@ class Outer:
             e.reshape(-1)[sent.index] += sent.values
 
     def apply(
-        self, shard: str, contributions: Sequence[tuple[float, bytes | memoryview]], scratch: list[Array] | None = None
+        self,
+        shard: str,
+        contributions: Sequence[tuple[float, bytes | memoryview]],
+        scratch: list[Array] | None = None,
+        codec: Codec | None = None,
     ) -> None:
         """θ -= η Σ w_m sent_m over (weight, payload) in the given order. Raises PayloadError or ValueError (a weight
         that is not finite) before anything is changed, KeyError for a shard that is not held.
 
         scratch: takes the former arrays, and gives memory for the new ones; only where no reader has the former ones.
+        codec: of aggregates; None: that of offers.
         """
         held = self.theta[shard]
         if not all(math.isfinite(weight) for weight, _ in contributions):
@@ -192,10 +197,12 @@ class Outer:
                 return _taken(scratch, shapes, self.empty)
 
         tensors = len(layout.shapes(self.spec, shard))
-        theta = sparse.apply(self.codec, held[:tensors], contributions, self.eta, self.run, empty)
+        theta = sparse.apply(codec or self.codec, held[:tensors], contributions, self.eta, self.run, empty)
         momentum = held[tensors:]
         if momentum:
-            momentum = sparse.apply(self.codec, momentum, contributions, np.float32(-1), self.run, empty)  # v + g
+            momentum = sparse.apply(
+                codec or self.codec, momentum, contributions, np.float32(-1), self.run, empty
+            )  # v + g
             list(self.run(self._move, zip(theta, momentum, strict=True)))
         self.theta[shard] = [*theta, *momentum]
         if scratch is not None:
@@ -206,14 +213,15 @@ class Outer:
         self,
         contributions: Mapping[str, Sequence[tuple[float, bytes | memoryview]]],
         scratch: list[Array] | None = None,
+        codec: Codec | None = None,
     ) -> None:
         """`apply` of each of these shards; raises what it raises."""
         if self._abreast == 1:
             for shard, theirs in contributions.items():
-                self.apply(shard, theirs, scratch)
+                self.apply(shard, theirs, scratch, codec)
         else:
             with ThreadPoolExecutor(self._abreast, "apply") as pool:
-                list(pool.map(lambda shard: self.apply(shard, contributions[shard], scratch), contributions))
+                list(pool.map(lambda shard: self.apply(shard, contributions[shard], scratch, codec), contributions))
 
     def _move(self, pair: tuple[Array, Array]) -> None:
         """v = μ v and θ -= η v of a tensor, in place."""

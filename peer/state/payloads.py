@@ -33,14 +33,16 @@ from peer.net.network import Network
 from peer.net.rate_limits import TokenBucket
 from peer.state import tensor_file
 from peer.state.storage import Storage
+from protocol.codec.formats import Codec
 from protocol.errors import PotluckError, RemoteError
-from protocol.ledger import part_lists, retention
+from protocol.ledger import aggregation, part_lists, retention
 from protocol.ledger.part_lists import Parts
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import calls, endpoints
 from protocol.wire.calls import HeldState
-from protocol.wire.commit import Commit, Part, Share
+from protocol.wire.commit import Aggregate, Commit, Contribution, Part, Share
+from protocol.wire.session import Aggregated
 
 RETRY_SECONDS = 1.0
 WARNINGS = (1.0, 50.0)
@@ -107,16 +109,17 @@ class PartLists(Mapping[str, Parts]):
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The payloads of a commit: shard -> (weight, payload) in commit order; and the names of these and of their
-    lists."""
+    """What a commit applies: shard -> (weight, payload) in commit order, or the aggregate of these; the names of what
+    was fetched; and the codec."""
 
     by_shard: dict[str, list[tuple[float, bytes]]]
     names: set[str]
+    codec: Codec
 
 
 class Exchange:
     """Serves the payloads and checkpoints in `storage`, and fetches others'. `fetches_states`: whether it asks for
-    their states."""
+    their states, and takes aggregates that nodes name; else it computes them from all updates."""
 
     def __init__(self, manifest: Manifest, storage: Storage, network: Network, *, fetches_states: bool = True) -> None:
         self.manifest = manifest
@@ -132,6 +135,8 @@ class Exchange:
         self._fetches_states = fetches_states
         self._storage = storage
         self.lists = PartLists(store)
+        self._named = aggregation.Named(manifest)
+        self._news = asyncio.Event()
         self._prefetches: dict[asyncio.Task[None], tuple[int, str]] = {}
         self._useless: set[str] = set()  # payloads on their way that were not committed
         self._over_limit = False
@@ -199,14 +204,20 @@ class Exchange:
 
         failed: called when something of a round could not be fetched; what it raises is raised
         """
+        codec = self.manifest.outer.codec
         if not shards:
-            return Committed({}, set())
+            return Committed({}, set(), codec)
         round = commit.round
-        self.store.protected.update(share.root for share in commit.shares)  # until `settle`
         for later in range(round + 1, round + 1 + ROUNDS_AHEAD):
-            for share in log[later].shares if later in log else ():
-                self.prefetch(later, share, shards)
+            if later in log and not aggregation.is_aggregated(self.manifest, log[later]):
+                for share in log[later].shares:
+                    self.prefetch(later, share, shards)
         lost = functools.partial(failed, round)
+        if self._fetches_states and aggregation.is_aggregated(self.manifest, commit):
+            if aggregates := await self._aggregates_of(commit, log, lost):
+                return await self._aggregated(round, [x for x in aggregates if x.shard in shards], lost)
+            self._complain(f"aggregates of round {round}: no node names them; they are computed here from all updates")
+        self.store.protected.update(share.root for share in commit.shares)  # until `settle`
         lists = await all_of(self._list_of(share, round, lost) for share in commit.shares)
         known = dict(lists)
         items = [item for shard in shards for item in commit.payloads(shard, known)]
@@ -215,7 +226,46 @@ class Exchange:
         by_shard: dict[str, list[tuple[float, bytes]]] = {shard: [] for shard in shards}
         for weight, part, _ in items:
             by_shard[part.shard].append((weight, found[part.digest]))
-        return Committed(by_shard, {*known, *found})
+        for shard, theirs in by_shard.items():
+            codec, by_shard[shard] = await asyncio.to_thread(aggregation.applied, self.manifest, commit, shard, theirs)
+        return Committed(by_shard, {*known, *found}, codec)
+
+    # --- aggregates
+
+    def named(self, node: str, said: Aggregated) -> None:
+        """Takes the aggregates that a node names."""
+        self._named.add(node, said)
+        self._news.set()
+
+    async def _aggregates_of(
+        self, commit: Commit, log: Mapping[int, Commit], lost: Callable[[], None]
+    ) -> tuple[Aggregate, ...]:
+        """The aggregates of a commit, as soon as they are named; none if that takes longer than a round."""
+        clock = self._network.clock
+        until = clock.steady() + self.manifest.timing.round_deadline
+        while not (found := self._named.of(commit, log)) and clock.steady() < until:
+            lost()
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_SECONDS):
+                    await self._news.wait()
+        return found
+
+    async def _aggregated(self, round: int, aggregates: Sequence[Aggregate], lost: Callable[[], None]) -> Committed:
+        self.store.protected.update(each.digest for each in aggregates)
+
+        async def one(each: Aggregate) -> tuple[str, list[tuple[float, bytes]]]:
+            fetch = functools.partial(self._fetch_aggregate, each, round)
+            read = functools.partial(self.store.get, each.digest)
+            return each.shard, [(1.0, await self._until_here(read, fetch, lost))]
+
+        by_shard = dict(await all_of(map(one, aggregates)))
+        return Committed(by_shard, {each.digest for each in aggregates}, self.manifest.outer.aggregate_codec)
+
+    async def _fetch_aggregate(self, each: Aggregate, round: int) -> None:
+        """Fetches it from the nodes, or from peers that they name, as a blob of the round whose commit names it."""
+        nodes = self.archives()
+        await self._fetcher.fetch(each.digest, each.size, random.sample(nodes, len(nodes)), round=round + 1)
 
     async def _list_of(self, share: Share, round: int, lost: Callable[[], None]) -> tuple[str, Parts]:
         fetch = functools.partial(self._fetch_list, share, round)
@@ -239,6 +289,15 @@ class Exchange:
             if found is None:
                 await asyncio.sleep(RETRY_SECONDS)
         return found
+
+    async def bring(self, commit: Commit, contribution: Contribution) -> None:
+        """Fetches the payloads of one contribution that are not here. Raises RemoteError."""
+        for share in contribution.shares:
+            if share.root not in self.lists:
+                await self._fetch_list(share, commit.round)
+            for part in self.lists.get(share.root, ()):
+                if not self.store.has(part.digest) and retention.fits(self.manifest, part):
+                    await self._fetch(part, share.peer, commit.round)
 
     async def _fetch_list(self, share: Share, round: int) -> None:
         if not part_lists.may_be_fetched(self.manifest, share):
@@ -380,7 +439,7 @@ class Exchange:
         self.store.protected = set(needed)
         every = frozenset(layout.shard_names(self.manifest.model))
         committed = {part.digest for part, _ in part_lists.named(commit, self.lists, every)}
-        committed |= {share.root for share in commit.shares}
+        committed |= {share.root for share in commit.shares} | {each.digest for each in commit.aggregates}
         self.store.settle(commit.round, committed)
         coming = {digest for round, digest in list(self._prefetches.values()) if round <= commit.round}
         self._useless |= coming - committed

@@ -26,6 +26,7 @@ from peer.state.outer_optimizer import Outer
 from peer.state.payloads import RETRY_SECONDS, CommitsWait, Committed, Exchange, PayloadsGone
 from peer.state.storage import Shards, Storage
 from protocol.errors import RemoteError
+from protocol.ledger import aggregation
 from protocol.ledger.history import NEWEST, Commits
 from protocol.ledger.retention import StateRounds
 from protocol.run import init, layout
@@ -167,7 +168,7 @@ class Recovery:
         PayloadsGone."""
         payloads = await self.payloads(round, shards)
         for shard in shards:
-            await asyncio.to_thread(target.apply, shard, payloads.by_shard[shard])
+            await asyncio.to_thread(target.apply, shard, payloads.by_shard[shard], codec=payloads.codec)
         self.storage.blobs.protected.difference_update(payloads.names)  # until `protected` is set again
 
     @contextlib.asynccontextmanager
@@ -206,13 +207,17 @@ class Recovery:
         store, lists, near = self.storage.blobs, self.exchange.lists, max(after, round - NEAR_ROUNDS)
         spec = self.manifest.model
         portion = layout.parameters(spec, shard) / layout.total_parameters(spec)
-        found = portion * self.log.bytes_of(after, near)
-        for share in (share for r in range(near + 1, round + 1) for share in self.log[r].shares):
-            parts = lists.get(share.root)
-            if parts is None:
-                found += portion * share.size
-            else:
-                found += sum(p.size for p in parts if p.shard == shard and not store.has(p.digest))
+        found = portion * min(self.log.bytes_of(after, near), (near - after) * aggregation.most_fetched(self.manifest))
+        for r in range(near + 1, round + 1):
+            if aggregation.is_aggregated(self.manifest, self.log[r]):
+                found += aggregation.largest_part(self.manifest, shard)
+                continue
+            for share in self.log[r].shares:
+                parts = lists.get(share.root)
+                if parts is None:
+                    found += portion * share.size
+                else:
+                    found += sum(p.size for p in parts if p.shard == shard and not store.has(p.digest))
         return int(found)
 
     def bases(self, shard: str, round: int, holders: Mapping[tuple[int, str], Sequence[str]]) -> list[Base]:
@@ -308,8 +313,9 @@ class Recovery:
     def _prefetch(self, shard: str, after: int, round: int) -> None:
         """Begins to fetch the payloads of the first rounds after a state that is being fetched."""
         for r in range(after + 1, min(after + PREFETCHED_ROUNDS, round) + 1):
-            for share in self.log[r].shares:
-                self.exchange.prefetch(r, share, [shard])
+            if not aggregation.is_aggregated(self.manifest, self.log[r]):
+                for share in self.log[r].shares:
+                    self.exchange.prefetch(r, share, [shard])
 
     async def _load(self, shard: str, base: Base, line: asyncio.Lock) -> list[NDArray[np.float32]] | None:
         """The shard's tensors at `base`; None where they cannot be had. `line` is held while a shard is computed, or

@@ -369,6 +369,22 @@ def apply(
     return new
 
 
+def aggregate(
+    codec: Codec,
+    shapes: Sequence[tuple[int, ...]],
+    contributions: Sequence[tuple[float, bytes | memoryview]],
+    into: Codec,
+    run: Map = map,
+    empty: Empty = topk.in_memory,
+) -> bytes:
+    """The payload, in the codec `into`, of the total that `apply` subtracts: its largest entries, with values of their
+    own. Raises PayloadError."""
+    zeros = empty(list(shapes))
+    for array in zeros:
+        array.fill(0)
+    return encode(into, apply(codec, zeros, contributions, np.float32(-1), run, empty), run)
+
+
 def _descend(
     old: Array,
     new: Array,

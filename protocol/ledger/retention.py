@@ -86,6 +86,7 @@ def payloads_needed(
     for commit in (log[r] for r in range(base + 1, round + NEWEST) if r in log):
         needed |= {share.root for share in commit.shares} if shards else set()
         needed |= {part.digest for part, _ in part_lists.named(commit, lists, shards)}
+        needed |= {each.digest for each in commit.aggregates if each.shard in shards and commit.round > base + 1}
     return needed
 
 

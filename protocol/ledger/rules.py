@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from protocol.identity import short_peer
-from protocol.ledger import access, capacity, claims, part_lists, schedule
+from protocol.ledger import access, aggregation, capacity, claims, part_lists, schedule
 from protocol.ledger.run_state import RunState
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Contribution
@@ -215,6 +215,16 @@ def ends_no_probation_late(state: RunState, commit: Commit) -> Iterator[str]:
             yield f"leaves out replica {left.replica} for a probation that is over"
 
 
+def names_aggregates(state: RunState, commit: Commit) -> Iterator[str]:
+    """It names the aggregates of the round before, of every shard, if that has any."""
+    manifest, head = state.manifest, state.head
+    if head is None or not aggregation.is_aggregated(manifest, head):
+        if commit.aggregates:
+            yield f"names aggregates of round {commit.round - 1}, which has none"
+    elif (why := aggregation.why_not(manifest, commit.aggregates)) is not None:
+        yield f"names aggregates of round {commit.round - 1}, and {why}"
+
+
 # --- claims
 
 
@@ -385,6 +395,7 @@ RULES: tuple[Rule, ...] = (
     blames_known_makers,
     names_makers_once,
     ends_no_probation_late,
+    names_aggregates,
     has_due_evaluations,
     has_due_scores,
     plans_next_round,

@@ -105,7 +105,8 @@ def rates(
     everybody = sorted(candidates, key=lambda c: c.peer)
     swarm = Swarm(manifest, everybody, relay_bps)
     terms = _as_is(swarm, everybody, replicas)
-    rates = with_others(np.array(list(terms.values())).reshape(-1, 4), max(0, len(replicas) - 1))
+    beside = swarm.fetched_beside(max(0, len(replicas) - 1))
+    rates = with_others(np.array(list(terms.values())).reshape(-1, 4), beside)
     found: list[float] = np.maximum(rates, 0.0).tolist()
     return found
 

@@ -77,8 +77,8 @@ def _explain(swarm: Swarm, replica: Arranged, members: list[int], whys: Sequence
         ideal=float(table.tokens * swarm.speed[members].sum() / work),
         limit=_limit(swarm, replica.members, rows, blocks),
         sent=float(exchange.sent[0]),
-        fetched=others * float(exchange.fetched[0]),
-        applied=others * float(exchange.applied[0]),
+        fetched=swarm.fetched_beside(others) * float(exchange.fetched[0]),
+        applied=swarm.fetched_beside(others) * float(exchange.applied[0]),
         roles=roles,
     )
 

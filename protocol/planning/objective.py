@@ -10,6 +10,8 @@ Every replica trains for the same time and weighs by its tokens, so a swarm's ra
     trip   = sum of t + sum of (f + b + 2 l)       one micro-batch through the chain and back
     tau    = largest t, f or b                     what sets the pace
 
+With aggregates (protocol/ledger/aggregation.py) R - 1 becomes a constant from some R on: `Swarm.fetched`.
+
 Each member fetches the payloads of its shards of every other replica, and peers serve each other, so that the mean
 uplink of the swarm's machines is busy with (R - 1) payloads, too. `others` has no bound: what is less than nothing is
 what an arrangement gains without the replica.
@@ -161,8 +163,9 @@ class Swarm:
         uplink = np.minimum(self.up, MOST_BELIEVED * np.median(self.up)).mean() if len(candidates) else 0.0
         self.fetches = np.minimum(self.down, uplink)
         """Bits a second at which payloads come: other homes send them."""
-        self.others = 0
-        """How many replicas a plan has beside the one that is rated."""
+        self._most_fetched, self._replicas = table.most_fetched
+        self.others: float = 0
+        """How many others' updates the replica that is rated fetches."""
         self.presence = np.array([min(max(c.presence, 0.0), 1.0) for c in candidates])
         self.private = np.array([c.reachable == "private" for c in candidates], dtype=bool)
         self.relayed_bps = relay_bps / max(1, int(self.private.sum()) // 2)
@@ -178,6 +181,14 @@ class Swarm:
         self._kinds: tuple[Ints, Ints] | None = None  # of the rows that were asked for last
         depths = [table.window * times for times in DEEPER if table.window * times <= table.micro_batches]
         self.deeper_caps = [self._holding.caps_at(caps, depth) for depth in depths]
+
+    def fetched(self, others: Floats) -> Floats:
+        """[K]: as how many updates count the bytes that a replica fetches beside so many others [K]."""
+        return np.where(others + 1 >= self._replicas, np.minimum(others, self._most_fetched), others)
+
+    def fetched_beside(self, others: int) -> float:
+        """As `fetched`, of one number."""
+        return float(self.fetched(np.array([others], dtype=np.float64))[0])
 
     # --- members to stages
 

@@ -195,7 +195,8 @@ class Arrangement:
         self.groups: list[Group] = list(kept)
         self.terms: list[Floats] = list(kept.values())
         self.rates: list[float] = []
-        self._numbers = np.arange(beside + len(swarm.speed) + 1, dtype=np.float64)
+        self._fetched = swarm.fetched(np.arange(beside + len(swarm.speed) + 1, dtype=np.float64))
+        """By the number of other replicas."""
         self.settle()
 
     def copy(self) -> Arrangement:
@@ -211,9 +212,9 @@ class Arrangement:
         alive = [i for i, group in enumerate(self.groups) if group and self.terms[i][OWN] > 0]
         self.groups, self.terms = [self.groups[i] for i in alive], [self.terms[i] for i in alive]
         terms, self._count = np.array(self.terms).reshape(-1, 4), self._beside + len(alive)
-        self._swarm.others = max(0, self._count - 1)
+        self._swarm.others = float(self._fetched[max(0, self._count - 1)])
         self.rates = with_others(terms, self._swarm.others).tolist()
-        self._own, self._lost = float(terms[:, OWN].sum()), lost_beside(terms, self._numbers)
+        self._own, self._lost = float(terms[:, OWN].sum()), lost_beside(terms, self._fetched)
 
     def spares(self) -> list[int]:
         """The free peers that are tried: where replicas have a price, only the best, about as many as have a part."""
@@ -244,7 +245,8 @@ class Arrangement:
         changed = [*((1, terms) for terms in after), *((-1, terms) for terms in gone)]
         others = max(0, self._count + sum(sign for sign, _ in changed) - 1)
         own = sum(sign * float(t[OWN]) for sign, t in changed)
-        lost = sum(sign * float(t[PRICED]) * max(0.0, others - float(t[SPARE])) for sign, t in changed)
+        fetched = float(self._fetched[others])
+        lost = sum(sign * float(t[PRICED]) * max(0.0, fetched - float(t[SPARE])) for sign, t in changed)
         return self._own + own - float(self._lost[others]) - lost - self.total
 
     def pays(self, gone: Collection[int], after: Sequence[Floats], worth: float) -> bool:
@@ -269,7 +271,7 @@ class Arrangement:
     def _change(self, terms: Floats, sign: int) -> None:
         self._count += sign
         self._own += sign * float(terms[OWN])
-        self._lost += sign * terms[PRICED] * np.maximum(0.0, self._numbers - terms[SPARE])
+        self._lost += sign * terms[PRICED] * np.maximum(0.0, self._fetched - terms[SPARE])
 
 
 def lost_beside(terms: Floats, numbers: Floats) -> Floats:

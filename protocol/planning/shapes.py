@@ -20,7 +20,7 @@ from protocol.planning.budget import Budget
 from protocol.planning.memory import NEVER, WAITING
 from protocol.planning.partition import Candidate
 from protocol.run import layout
-from protocol.run.manifest import Manifest
+from protocol.run.manifest import AGGREGATE_WORTH, Manifest
 
 FIRST, MIDDLE, LAST, WHOLE = range(4)
 IN_MEMORY, IN_FILES, CARD, SHARED = range(4)
@@ -72,6 +72,8 @@ class Shapes:
     """How long a round trains."""
     overlap: bool
     """Whether training goes on while a round's payloads travel."""
+    most_fetched: tuple[float, float]
+    """As how many updates an aggregate counts, and from how many replicas on a round has one; infinite: never."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -117,6 +119,7 @@ def shapes(manifest: Manifest) -> Shapes:
         boundary_bits=np.array(bits, dtype=np.float64),
         round_seconds=manifest.timing.training_seconds,
         overlap=manifest.outer.overlap > 0,
+        most_fetched=_most_fetched(manifest, float(payload[WHOLE, layers])),
     )
 
 
@@ -149,6 +152,15 @@ def _payload_bits(manifest: Manifest) -> Floats:
     anchor = bits("anchor") if manifest.model.residual_width else 0
     n = np.arange(manifest.model.n_layers + 1, dtype=np.float64)
     return np.stack([anchor + extra + n * block for extra in (embed, 0, head, embed + head)])
+
+
+def _most_fetched(manifest: Manifest, payload_bits: float) -> tuple[float, float]:
+    """As how many updates an aggregate counts, and from how many replicas on a round has one."""
+    if not manifest.outer.aggregate_topk:
+        return math.inf, math.inf
+    codec, shards = manifest.outer.aggregate_codec, layout.shard_names(manifest.model)
+    size = sum(sparse.max_payload_size(codec, layout.shapes(manifest.model, shard)) for shard in shards)
+    return 8 * size / payload_bits, AGGREGATE_WORTH * 8 * size / payload_bits
 
 
 def _entries(manifest: Manifest) -> int:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ from protocol.round.leader import Leader
 from protocol.round.leader_events import Phase, Question
 from protocol.run.manifest import Manifest
 from protocol.wire.bounds import LEAST_COMPARED
-from protocol.wire.commit import Commit, Contribution, liars_borne
+from protocol.wire.commit import Aggregate, Commit, Contribution, liars_borne
 from protocol.wire.plan import Plan
 
 CLOCK_TOLERANCE_SECONDS = 86400.0
@@ -125,6 +125,16 @@ def wrong_refutation_in(sight: NodeView, commit: Commit, compute: Callable[[str,
         if digest is not None and sight.settled and sight.known.get(d.peer, {}).get(d.shard) == digest:
             return Objection(f"{name}, which was attested here as the log has it", False, about=d.peer)
     return None
+
+
+def wrong_aggregates_in(
+    sight: NodeView, commit: Commit, make: Callable[[Commit], Sequence[Aggregate]]
+) -> Objection | None:
+    """Aggregates that are not those of the log, or None. make: the aggregates of a commit; raises what that raises."""
+    head = sight.state.head
+    if head is None or not commit.aggregates or tuple(make(head)) == commit.aggregates:
+        return None
+    return Objection(f"names other aggregates of round {head.round} than the log gives", True)
 
 
 def doubt_in(sight: NodeView, commit: Commit) -> Objection | None:
@@ -293,7 +303,7 @@ def view_of(
 def is_due(leader: Leader, now: float) -> bool:
     """Returns whether this node would propose the commit of the open round now, if it led."""
     manifest = leader.manifest
-    if leader.phase not in (Phase.GATHERING, Phase.OPEN):
+    if leader.phase not in (Phase.GATHERING, Phase.OPEN) or leader.aggregates is None:
         return False
     verdicts, waited = leader.seen(now)
     if not leader.has_begun:

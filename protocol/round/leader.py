@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from protocol.codec import blob_hash
 from protocol.identity import short_peer
-from protocol.ledger import access, board, capacity, ranges, run_state, schedule
+from protocol.ledger import access, aggregation, board, capacity, ranges, run_state, schedule
 from protocol.ledger.access import Access
 from protocol.ledger.claims import Claims
 from protocol.ledger.standing import Standing
@@ -42,10 +42,10 @@ from protocol.round.presence import Newcomers, Promises
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.claims import Evaluation, Score
-from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, faults_of
+from protocol.wire.commit import Aggregate, Commit, Contribution, Diverged, LeftOut, faults_of
 from protocol.wire.decree import Enacted, Joined
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Offered, TimeUp, Withdraw
+from protocol.wire.session import Aggregated, Attest, ChainFailure, ChainReconfig, Offer, Offered, TimeUp, Withdraw
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,7 @@ class Leader:
         self._recomputed = 0  # in this round
         self._computing: tuple[str, ...] = ()
         self._dear: set[str] = set()  # shards that could not be computed in this round
+        self._made: Aggregated | None = None
         self._leads, self._began = False, now
         self._is_sole = False  # whether this node has led since the round began
 
@@ -217,6 +218,8 @@ class Leader:
                     return self._settle(now, ev.JudgingDone)
             case ev.Recomputed():
                 return self._recompute_done(event)
+            case ev.AggregatesMade(made):
+                self._made = made
             case ev.Decided(commit):
                 return self._begin(commit, now)
             case ev.Tick(absent, living):
@@ -483,8 +486,17 @@ class Leader:
         joined = self.guests.next(self.access.after(decree), now)
         return decree, tuple(one for one in joined if one.operator in operators)
 
+    @property
+    def aggregates(self) -> tuple[Aggregate, ...] | None:
+        """Those that the next commit names: none where the round before has none; None while they are being made."""
+        if self.head is None or not aggregation.is_aggregated(self.manifest, self.head):
+            return ()
+        return self._made.aggregates if self._made is not None and self._made.round == self.head.round else None
+
     def _decide(self, now: float, event: Event) -> list[Effect]:
         """Has the open round's contributions judged, or proposes its commit, once no peer is waited for."""
+        if self.aggregates is None:
+            return []
         timing, waited = self.manifest.timing, now - self._began
         news, verdicts = self._look(now), self._verdicts
         if verdicts.pending and waited < timing.round_deadline:
@@ -574,6 +586,7 @@ class Leader:
             schedule=schedule.after(head, decree),
             board=board.after(self.manifest, head, decree),
             idle=schedule.idle_after(self.manifest, head, has_work=bool(said.contributions)),
+            aggregates=self.aggregates or (),
         )
         if schedule.is_over(self.manifest, commit):
             return self.position.step(event, Phase.DECIDING, [ev.Propose(commit)])

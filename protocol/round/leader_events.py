@@ -23,7 +23,17 @@ from protocol.wire.claims import Evaluation, Score
 from protocol.wire.commit import Commit, Contribution, LeftOut, Part, Share
 from protocol.wire.decree import Decree, Joined
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Offered, TakeSeat, TimeUp, Withdraw
+from protocol.wire.session import (
+    Aggregated,
+    Attest,
+    ChainFailure,
+    ChainReconfig,
+    Offer,
+    Offered,
+    TakeSeat,
+    TimeUp,
+    Withdraw,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +191,13 @@ class Recomputed:
 
 
 @dataclass(frozen=True, slots=True)
+class AggregatesMade:
+    """Event: the aggregates of this decided round are durable here."""
+
+    made: Aggregated
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Event: time passed. absent: see protocol/round/presence.py; living: operators alive, None: unknown."""
 
@@ -307,6 +324,7 @@ Event = (
     | Gone
     | Received
     | Held
+    | AggregatesMade
     | Lead
     | Decided
     | DecreeSigned

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from protocol import identity
 from protocol.codec import blob_hash, formats
-from protocol.codec.formats import DENSE, INDICES, VALUES, Codec
+from protocol.codec.formats import DENSE, INDICES, TILE, VALUES, Codec
 from protocol.errors import UsageError, shown
 from protocol.run import hosts, layout
 from protocol.run.layout import MAX_CONTEXT, ModelSpec
@@ -28,6 +28,8 @@ from protocol.wire.schema import LATER, AtMost, Digest, SchemaError, Within, bri
 
 TRAINING_SHARE = 0.8
 """Share of a round's deadline that replicas may train for: the rest is for their offers."""
+AGGREGATE_WORTH = 2
+"""A round has aggregates where its updates have so many times their bytes."""
 FORMAT = 1
 QUORUMS = (1, 4, 7)
 """The numbers of nodes that may decide, 3f + 1: they go on with f of them lost, and f dishonest ones do no harm."""
@@ -161,6 +163,7 @@ class OuterSpec:
 
     overlap: 1: replicas train the next round while this one is decided and applied (peer/node/rounds.py)
     optimizer: sgd, or nesterov with `momentum` (DiLoCo, arXiv:2311.08105)
+    aggregate_topk: entries of every 4096 of an aggregate (protocol/ledger/aggregation.py); 0: peers add all updates
     """
 
     topk: int = 32
@@ -173,6 +176,7 @@ class OuterSpec:
     sample: float = field(default=1.0, metadata=LATER)
     optimizer: str = field(default="sgd", metadata=LATER)
     momentum: float = field(default=0.9, metadata=LATER)
+    aggregate_topk: Annotated[int, Within(0, TILE)] = field(default=0, metadata=LATER)
 
     def __post_init__(self) -> None:
         is_dense = self.codec.is_dense  # raises where there is no such codec
@@ -184,6 +188,10 @@ class OuterSpec:
             raise ValueError(
                 f'optimizer must be sgd where values is "{self.values}": the error feedback of a sparse update is its'
                 f" momentum; nesterov needs values = {' or '.join(DENSE)}"
+            )
+        if self.aggregate_topk and is_dense:
+            raise ValueError(
+                f'aggregate_topk must be 0 where values is "{self.values}": dense updates have no aggregates'
             )
         if not 0 < self.momentum < 1:
             raise ValueError("momentum must be more than 0 and less than 1")
@@ -197,6 +205,11 @@ class OuterSpec:
     @property
     def has_momentum(self) -> bool:
         return self.optimizer == "nesterov"
+
+    @property
+    def aggregate_codec(self) -> Codec:
+        """Of aggregates; only where `aggregate_topk` is not 0."""
+        return Codec(topk=self.aggregate_topk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,18 @@ class Part:
 
 @row
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Aggregate:
+    """The aggregate of one shard's payloads in a round (protocol/ledger/aggregation.py)."""
+
+    shard: bounds.Shard
+    digest: Digest
+    """The blob's name (protocol/codec/blob_hash.py)."""
+    size: bounds.Size
+    """Its bytes."""
+
+
+@row
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """One stage's parts within a contribution."""
 
@@ -173,6 +185,8 @@ class Commit:
     """The operators of the run from here on; null: as the manifest says."""
     idle: bounds.Count = field(default=0, metadata=LATER)
     """Rounds that brought no work so far: the run has so many more (protocol/ledger/schedule.py)."""
+    aggregates: Annotated[tuple[Aggregate, ...], AtMost(bounds.MAX_SHARDS)] = field(default=(), metadata=LATER)
+    """Those of the round before, of each shard, if it has any (protocol/ledger/aggregation.py)."""
 
     @functools.cached_property
     def digest(self) -> str:

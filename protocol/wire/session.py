@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from protocol.wire import bounds
-from protocol.wire.commit import Part, Share
+from protocol.wire.commit import Aggregate, Part, Share
 from protocol.wire.decree import Joined
 from protocol.wire.schema import AtMost, Digest
 
@@ -35,6 +35,14 @@ class Offered:
 
     round: bounds.Round
     shares: Annotated[tuple[Share, ...], AtMost(MAX_TOLD)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aggregated:
+    """The aggregates of a decided round, which the node serves (protocol/ledger/aggregation.py)."""
+
+    round: bounds.Round
+    aggregates: Annotated[tuple[Aggregate, ...], AtMost(bounds.MAX_SHARDS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,5 +160,5 @@ class Finished:
 
 PeerMessage = Hello | Announced | Heartbeat | Leave | LogRequest | Offer | Withdraw | Attest | ChainFailure
 """Messages of a peer. A Heartbeat and a LogRequest also travel between nodes; a peer sends a ChainReconfig back."""
-NodeMessage = NotAdmitted | Finished | Offered | TimeUp | TakeSeat | ChainReconfig
+NodeMessage = NotAdmitted | Finished | Offered | Aggregated | TimeUp | TakeSeat | ChainReconfig
 """Messages of a bootstrap node."""

@@ -19,7 +19,7 @@ from bootstrap.archive import Archive
 from peer.cli import main
 from peer.net import keyfile
 from protocol.identity import Identity
-from protocol.ledger import part_lists
+from protocol.ledger import aggregation, part_lists
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, logfile
@@ -111,6 +111,31 @@ def parts(folder: Path, share: Share) -> tuple[Part, ...]:
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+# --- aggregates
+
+
+def test_peers_apply_the_aggregates_that_nodes_make_and_the_log_verifies(tmp_path: Path, potluck: Potluck) -> None:
+    """Real processes and daemons; then a log that names another aggregate."""
+    out = tmp_path / "run"
+    chosen = swarms.options(out, full=2, chains=1, residual_width=8, in_memory=False)
+    manifest, folder = swarms.manifest(chosen, outer={"aggregate_topk": 8}), out / "bootstrap"
+    result = swarms.run(chosen, manifest)
+    assert (result["same_bits"], result["left_out"]) == (True, [])
+    log = [commit for _, _, commit in commits(folder)]
+    worked = [commit for commit in log if commit.contributions]
+    assert [aggregation.is_aggregated(manifest, commit) for commit in worked] == [True] * 3
+    first, second = (commit.aggregates for commit in log if commit.aggregates)
+    for name in ("full-0", "full-1"):
+        blobs = {path.name for path in (out / name / "blobs").iterdir()}
+        assert {each.digest for each in (*first, *second)} <= blobs, "it fetched them, and computed none"
+    potluck("verify", folder)
+    false = (dataclasses.replace(first[0], digest=second[0].digest), *first[1:])
+    key = keyfile.load_or_create(folder / "identity.key")
+    rewrite(folder, lambda _, c: dataclasses.replace(c, aggregates=false) if c.aggregates == first else c, key)
+    lines, _ = potluck("verify", folder, code=1)
+    assert any(f"{first[0].shard}: its updates give aggregate" in line for line in lines), lines
 
 
 # --- credits

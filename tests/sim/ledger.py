@@ -39,7 +39,7 @@ from peer.state import storage
 from peer.state.outer_optimizer import Outer
 from protocol.codec import blob_hash, dct, sparse, topk
 from protocol.codec.formats import Codec
-from protocol.ledger import part_lists, rules, run_state
+from protocol.ledger import aggregation, part_lists, rules, run_state
 from protocol.ledger.run_state import RunState
 from protocol.round import handover
 from protocol.run import init, layout
@@ -86,6 +86,8 @@ class Ledger:
     payloads: dict[str, bytes] = field(default_factory=dict)
     log: list[Commit] = field(default_factory=list)
     entries: dict[tuple[str, str], dict[int, Entry]] = field(default_factory=dict)
+    aggregates: set[str] = field(default_factory=set)
+    """The names of those of all rounds up to the newest whose state was computed."""
     heads: dict[str, int] = field(default_factory=dict)
     """The newest round in each node's log."""
     votes: dict[str, Promise] = field(default_factory=dict)
@@ -105,6 +107,8 @@ class Ledger:
     """By peer and round the root of the offer on its disk."""
     _accepted: dict[tuple[int, int, str], set[str]] = field(default_factory=dict)
     _replay: Outer | None = None
+    _made: list[str] = field(default_factory=list)
+    """The names of the aggregates of the newest round whose state was computed."""
     _digests: list[dict[str, str]] = field(default_factory=list)
 
     # --- what is durable
@@ -292,9 +296,18 @@ class Ledger:
             self._digests.append({s: self._replay.digest(s) for s in self._replay.theta})
         while len(self._digests) <= round:
             commit = self.log[len(self._digests)]
+            if [x.digest for x in commit.aggregates] != self._made:
+                text = f"the commit of round {commit.round} names aggregates that its predecessor's updates do not give"
+                raise Violation("P1", text)
+            self._made = []
             for shard in self._replay.theta:
-                items = commit.payloads(shard, self.lists(commit))
-                self._replay.apply(shard, [(w, self.payloads[p.digest]) for w, p, _ in items])
+                items = [(w, self.payloads[p.digest]) for w, p, _ in commit.payloads(shard, self.lists(commit))]
+                codec, found = aggregation.applied(manifest, commit, shard, items)
+                self._replay.apply(shard, found, codec=codec)
+                if aggregation.is_aggregated(manifest, commit):
+                    self._made.append(blob_hash.name_of(found[0][1]))
+                    self.stats["aggregated shards"] += 1
+            self.aggregates.update(self._made)
             self._digests.append({s: self._replay.digest(s) for s in self._replay.theta})
         return self._digests[round]
 

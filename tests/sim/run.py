@@ -10,6 +10,8 @@
     python -m tests.sim.run --seeds 0:1000 --colluders     # and volunteers who agree on bad work
     python -m tests.sim.run --seeds 0:1000 --long          # and archives that remove what is not needed any more
     python -m tests.sim.run --seeds 0:1000 --family        # runs of other methods: outer momentum, dense updates, ...
+    python -m tests.sim.run --seeds 0:1000 --aggregates    # and nodes that add up the updates
+    python -m tests.sim.run --seeds 0:1000 --aggregates --lying-nodes
     python -m tests.sim.run --seeds 0:1000 --lying-nodes --calm
     python -m tests.sim.run --seeds 0:1000 --quarrels --calm
 
@@ -113,6 +115,7 @@ def main() -> int:
     parser.add_argument("--colluders", action="store_true", help="volunteers who agree on bad work")
     parser.add_argument("--long", action="store_true", help="many rounds: archives remove the first payloads")
     parser.add_argument("--family", action="store_true", help="other methods than the usual one")
+    parser.add_argument("--aggregates", action="store_true", help="nodes add up the updates of a round")
     arguments = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.execve(
@@ -132,7 +135,9 @@ def main() -> int:
     return 0
 
 
-CHOICES = ("liars", "lying_nodes", "calm", "probation", "fixed", "quarrels", "colluders", "long", "family")
+CHOICES = (
+    "liars", "lying_nodes", "calm", "probation", "fixed", "quarrels", "colluders", "long", "family", "aggregates",
+)  # fmt: skip
 
 
 def chosen_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -160,6 +165,7 @@ def campaign(seeds: Sequence[int], chosen: argparse.Namespace) -> int:
     missing += ["quarrels"] if chosen.quarrels and not stats["quarrels"] else []
     missing += [x for x in COLLUDE if chosen.colluders and not stats[x]]
     missing += ["payloads removed"] if chosen.long and not stats["payloads removed"] else []
+    missing += ["aggregated shards"] if chosen.aggregates and not stats["aggregated shards"] else []
     missing += ["lies"] if (chosen.liars or chosen.lying_nodes) and not stats["lies"] else []
     if missing:
         print(f"never happened: {', '.join(missing)}")

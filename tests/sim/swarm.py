@@ -67,6 +67,8 @@ FAMILY = (
     OuterSpec(topk=512, values="int4", sample=0.25),
 )
 SHARE = 0.4
+AGGREGATE_TOPK = 512
+"""Half as many entries as an update: two of them are worth an aggregate."""
 LATEST = 40.0
 """By then everybody has started."""
 
@@ -76,6 +78,7 @@ class Swarm:
     take part. `lying_nodes`: as many operators as a quorum of 3f + 1 bears are dishonest, also after decrees. `calm`:
     nothing else goes wrong. `honest`: the same run, with operators who could lie and do not, and chains that could
     quarrel and do not. `probation`: newcomers' rounds of it; nobody has more than SHARE of a round's weight then.
+    `aggregates`: nodes add up the updates of two replicas and more.
     `fixed`: nobody becomes an operator, or ceases to be one. `quarrels`: members of chains say of each other that they
     lie, for no reason. `colluders`: volunteers agree on bad work. `long`: so many rounds of so large payloads that the
     archives remove the first ones. `family`: another method than the usual one, by the seed."""
@@ -94,6 +97,7 @@ class Swarm:
         colluders: bool = False,
         long: bool = False,
         family: bool = False,
+        aggregates: bool = False,
     ) -> None:
         rng = random.Random(seed)
         kind = "swarm" if quarrels else kind_of(seed)
@@ -124,6 +128,7 @@ class Swarm:
                 FAMILY[seed % len(FAMILY)] if family else OuterSpec(topk=4096 if long else 1024),
                 beta=rng.choice((0.5, 1.0)),
                 overlap=rng.choice((0, 1)),
+                aggregate_topk=AGGREGATE_TOPK if aggregates else 0,
             ),
         )
         drawn = weather(rng, seed)
@@ -453,7 +458,7 @@ class Swarm:
         own = {name for o in storage.offers for name in (part_lists.root_of(o.parts), *(p.digest for p in o.parts))}
         states = {digest for round in range(len(self.ledger.log)) for digest in self.ledger.digests(round).values()}
         moved = {move.handover.blob for moves in self.ledger.moves.values() for move in moves}
-        useless = set(storage.blobs) - committed - own - states - moved
+        useless = set(storage.blobs) - committed - own - states - moved - self.ledger.aggregates
         if useless:
             raise self._said(
                 Violation("P6", f"{process.name[-8:]} keeps {len(useless)} payloads that nobody committed")

@@ -77,6 +77,11 @@ def test_who_offers_the_same_bytes_again_holds_up_no_round() -> None:
     lived(lambda stats: stats["colluders counted"] > 0, (64,), colluders=True, calm=True)
 
 
+@pytest.mark.parametrize(("lying_nodes", "few"), [(False, (0, 1)), (True, (1,))])
+def test_nodes_that_add_up_updates_break_no_promise(lying_nodes: bool, few: Sequence[int]) -> None:
+    lived(lambda stats: stats["aggregated shards"] > 0, few, most=30, aggregates=True, lying_nodes=lying_nodes)
+
+
 def test_in_long_runs_archives_remove_nothing_that_is_needed() -> None:
     """Nodes and peers die, and are away for long; a loss of power between any two steps of a removal loses nothing."""
     happens = ("payloads removed", "losses of power", "recovered")

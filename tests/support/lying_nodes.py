@@ -18,7 +18,7 @@ from protocol.wire.bounds import MAX_BALLOT
 from protocol.wire.commit import Commit, LeftOut, Record, Share, body_of, pledge_body
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan, StageSpec
-from protocol.wire.session import ChainReconfig, Finished, Heartbeat, Offered, TakeSeat, TimeUp
+from protocol.wire.session import Aggregated, ChainReconfig, Finished, Heartbeat, Offered, TakeSeat, TimeUp
 
 
 def weight(commit: Commit) -> Commit:
@@ -54,7 +54,13 @@ def text(commit: Commit) -> Commit:
     return dataclasses.replace(commit, plan=dataclasses.replace(commit.plan, next_slot=2**61))
 
 
-LIES: tuple[Callable[[Commit], Commit], ...] = (weight, swapped, no_blocks, left_out, text)
+def aggregates(commit: Commit) -> Commit:
+    """The first shard's aggregate is the last one's."""
+    first, *rest = commit.aggregates
+    return dataclasses.replace(commit, aggregates=(dataclasses.replace(rest[-1], shard=first.shard), *rest))
+
+
+LIES: tuple[Callable[[Commit], Commit], ...] = (weight, swapped, no_blocks, left_out, text, aggregates)
 """What a leader may write; those that need what a commit does not have cannot be told."""
 
 
@@ -62,8 +68,10 @@ def lies_about(commit: Commit) -> list[Commit]:
     """`commit` with each of the lies that it has room for."""
     found = []
     for lie in LIES:
-        if (lie in (weight, swapped, left_out) and not commit.contributions) or (
-            lie in (no_blocks, text) and (commit.plan is None or not commit.plan.replicas)
+        if (
+            (lie in (weight, swapped, left_out) and not commit.contributions)
+            or (lie in (no_blocks, text) and (commit.plan is None or not commit.plan.replicas))
+            or (lie is aggregates and not commit.aggregates)
         ):
             continue
         found.append(lie(commit))
@@ -105,6 +113,7 @@ class LyingNode(BootstrapNode):
             TimeUp(round=round),
             Finished(round=round),
             Offered(round=round, shares=(share,)),
+            *([] if not head.aggregates else [Aggregated(round=head.round, aggregates=head.aggregates)]),
             *(Heartbeat(phase="leading", round=round, turn=turn) for turn in range(1, len(members))),
         ]
         for number in (s.number for s in plan.seats) if plan is not None else ():

@@ -22,7 +22,7 @@ from peer.ui.run_view import PeerView, RunView
 from protocol.ledger import access
 from protocol.wire.announcement import AXES
 from protocol.wire.claims import Evaluation, Mark, Score
-from protocol.wire.commit import Diverged, LeftOut, Record
+from protocol.wire.commit import Aggregate, Diverged, LeftOut, Record
 from protocol.wire.decree import CLOSE, Board, Decree, Enacted, Limits, Operator, Schedule
 from protocol.wire.plan import Plan, Seat, Work
 from protocol.wire.schema import Digest
@@ -243,6 +243,7 @@ def test_every_field_of_the_logs_json_has_a_source() -> None:
         scores=SCORES,
         board=Board(operators=operators, quorum=1),
         idle=1,
+        aggregates=(Aggregate(shard="embed", digest="0" * 64, size=9),),
     )
     every_field_has_a_value(Record, dataclasses.replace(tiny.record(commit), ballot=3))
 

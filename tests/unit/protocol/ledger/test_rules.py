@@ -23,7 +23,7 @@ from protocol.round import fairness, judging
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire import encoding
 from protocol.wire.claims import Evaluation, Mark, Score
-from protocol.wire.commit import DOMAIN, Commit, Contribution, Diverged, LeftOut, Share
+from protocol.wire.commit import DOMAIN, Aggregate, Commit, Contribution, Diverged, LeftOut, Share
 from protocol.wire.decree import BAN, SET, Board, Decree, Enacted, Joined, Operator, Schedule
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
 from tests.support import tiny
@@ -292,6 +292,8 @@ LIES = [
         faults="01"))),
     Lie("names_makers_once", "names a peer twice", drops(0, judged(0, "f1"))),
     Lie("ends_no_probation_late", "a probation that is over", drops(0, judged(0, "f0", probation=True))),
+    Lie("names_aggregates", "which has none", says(aggregates=(
+        Aggregate(shard="embed", digest="0" * 64, size=1),))),
     Lie("has_due_evaluations", "is not due", says(evaluations=(EVALUATION,))),
     Lie("has_due_evaluations", "for the second time", says(evaluations=(EVALUATION, EVALUATION))),
     Lie("has_due_scores", "has a score", says(scores=(SCORE,))),

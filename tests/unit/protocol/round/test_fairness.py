@@ -16,7 +16,7 @@ from protocol.round.fairness import FORGIVEN_PER_ROUND, REMEMBERED_ROUNDS, Doubt
 from protocol.round.leader_events import Decided, Ready, Received
 from protocol.wire import encoding, framing
 from protocol.wire.ballot import Accept
-from protocol.wire.commit import Commit, Diverged, LeftOut, liars_borne
+from protocol.wire.commit import Aggregate, Commit, Diverged, LeftOut, liars_borne
 from protocol.wire.session import ChainFailure
 from tests.support import tiny
 from tests.support.leader import Driver, opened
@@ -302,6 +302,25 @@ def test_a_refuted_attestation_is_computed_again_by_those_who_vote() -> None:
         assert (doubt.lie, doubt.about) == (False, "a")
         new = dataclasses.replace(seen, settled=False)
         assert fairness.wrong_refutation_in(new, commit, lambda shard, round, computed=computed: computed) is None
+
+
+def test_who_votes_makes_the_aggregates_again() -> None:
+    round = Round()
+    sight, named = round.sight(), (Aggregate(shard="embed", digest="0" * 64, size=9),)
+    plain = round.commit()
+    commit = dataclasses.replace(plain, aggregates=named)
+    made: list[Commit] = []
+
+    def make(of: Commit) -> tuple[Aggregate, ...]:
+        made.append(of)
+        return named
+
+    assert fairness.wrong_aggregates_in(sight, commit, make) is None
+    assert made == [sight.state.head]
+    lie = fairness.wrong_aggregates_in(sight, commit, lambda of: ())
+    assert lie is not None
+    assert lie.lie
+    assert fairness.wrong_aggregates_in(sight, plain, lambda of: named) is None, "the rules ask for them"
 
 
 def test_the_log_s_own_digest_is_not_one_that_nobody_attested() -> None:

@@ -17,7 +17,7 @@ from protocol.wire import encoding, framing
 from protocol.wire.announcement import Announcement, ChainReport, Dialled, DialMe, Lookup, Means, Roster, RosterRequest
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.claims import Evaluation, Mark, Score
-from protocol.wire.commit import DOMAIN, Commit, Record, is_decided
+from protocol.wire.commit import DOMAIN, Aggregate, Commit, Record, is_decided
 from protocol.wire.decree import Decree, Enacted, Limits, Motion, Motions, Schedule
 from protocol.wire.encoding import (
     Message,
@@ -35,6 +35,7 @@ from protocol.wire.encoding import (
 from protocol.wire.plan import Work
 from protocol.wire.schema import plain
 from protocol.wire.session import (
+    Aggregated,
     Announced,
     Attest,
     ChainFailure,
@@ -61,6 +62,7 @@ SCHEDULE = Schedule(
 DECREE = Decree(run="r" * 64, number=1, action="ban", subject="p", reason="noise")
 SCORE = Score(peer="p", round=1, marks=(Mark(replica=0, assigned=-0.5, other=0.25),), signature=b"s")
 EVALUATION = Evaluation(peer="p", round=1, sequences=8, loss=2.5, bits_per_byte=1.25, signature=b"s", sample="a ⇒ b")
+AGGREGATE = Aggregate(shard="embed", digest="0" * 64, size=9)
 LISTS = ((PART,), (dataclasses.replace(PART, digest="b" * 64),), (dataclasses.replace(PART, shard="head"),))
 REPORT = ChainReport(
     seconds=0.9, busy_s=0.5, wait_forward_s=0.1, wait_backward_s=0.1, forward_link_s=0.2, backward_link_s=0.0,
@@ -96,6 +98,7 @@ SAMPLES: list[Message] = [
     DialMe(ports=(4001, 40213)),
     Dialled(host="203.0.113.9", ports=(4001,)),
     Roster(announcements=(b"a", b"b"), gone=("p",), position=2, more=True, anew=True),
+    Aggregated(round=1, aggregates=(AGGREGATE,)),
     DECREE,
     Motion(sealed=b"s"),
     Motions(number=1, wanted=2, schedule=SCHEDULE, board=BOARD, signed=("p",), newest=DECREE),
@@ -278,7 +281,7 @@ def test_the_digest_of_a_commit_covers_every_field() -> None:
         "run": "x", "round": 3, "parent": "q", "time": 2.0, "contributions": (), "left_out": (), "diverged": (),
         "digests": {}, "plan": None, "leader": "x", "members": ("x",), "decrees": 2,
         "decree": Enacted(decree=DECREE, signatures={}), "evaluations": (EVALUATION,), "scores": (SCORE,), "joined": (),
-        "schedule": SCHEDULE, "board": None, "idle": 1,
+        "schedule": SCHEDULE, "board": None, "idle": 1, "aggregates": (AGGREGATE,),
     }  # fmt: skip
     assert set(changes) == {f.name for f in dataclasses.fields(Commit)}
     digests = {dataclasses.replace(COMMIT, **{k: v}).digest for k, v in changes.items()}
