@@ -196,13 +196,11 @@ class Outer:
             with self._taking:
                 return _taken(scratch, shapes, self.empty)
 
-        tensors = len(layout.shapes(self.spec, shard))
-        theta = sparse.apply(codec or self.codec, held[:tensors], contributions, self.eta, self.run, empty)
+        tensors, codec = len(layout.shapes(self.spec, shard)), codec or self.codec
+        theta = sparse.apply(codec, held[:tensors], contributions, self.eta, self.run, empty)
         momentum = held[tensors:]
         if momentum:
-            momentum = sparse.apply(
-                codec or self.codec, momentum, contributions, np.float32(-1), self.run, empty
-            )  # v + g
+            momentum = sparse.apply(codec, momentum, contributions, np.float32(-1), self.run, empty)  # v + g
             list(self.run(self._move, zip(theta, momentum, strict=True)))
         self.theta[shard] = [*theta, *momentum]
         if scratch is not None:

@@ -191,7 +191,7 @@ class OuterSpec:
             )
         if self.aggregate_topk and is_dense:
             raise ValueError(
-                f'aggregate_topk must be 0 where values is "{self.values}": dense updates have no aggregates'
+                f'aggregate_topk must be 0 where values is "{self.values}": of dense updates there are none'
             )
         if not 0 < self.momentum < 1:
             raise ValueError("momentum must be more than 0 and less than 1")
