@@ -409,10 +409,11 @@ def _regime(rows: Sequence[Mapping[str, Any]], scale: Scale) -> str:
         lines.append(f"`python -m tests.benchmarks.evidence {command}`.")
     if known:
         entropy, worst = known[0]["bigram"], max(max(row["own"]) for row in known)
-        places = sorted({f"{row['device']}, torch {row['torch']}, commit {row['commit']}" for row in known})
+        places = sorted({f"{row['device']}, torch {row['torch']}" for row in known})
+        commits = ", ".join(sorted({row["commit"] for row in known}))
         lines.append(
             f"The text's bigram entropy is {entropy:.3f}, and the worst arm ends {abs(entropy - worst):.3f}"
-            f" {'below' if worst < entropy else '**above**'} it. Rows: {'; '.join(places)}."
+            f" {'below' if worst < entropy else '**above**'} it. Rows: {'; '.join(places)}; commits {commits}."
         )
     return " ".join(lines)
 

@@ -94,6 +94,7 @@ class Reduced(Swarm):
                     mean = made
             theta = self.theta[name]
             theta.view(each.shape).sub_(outer.eta * mean.unsqueeze(1))
+        self.begin = {name: self.theta[name].clone() for name in self.parameters}
         self.rounds += 1
         if total:
             self.filled.append(full / total)
@@ -132,8 +133,6 @@ def run(rule: str, seed: int, chosen: argparse.Namespace) -> dict[str, float]:
     )  # fmt: skip
     made = replace(made, model=spec, train=train)
     swarm, began = Reduced(rule, chosen.replicas, chosen.optimizer, made, [seed]), time.process_time()
-    # `Swarm.step` scales the arm's rate
-    swarm.arm = replace(swarm.arm, options=frozenset({f"lr={train.lr}"}))
     held_out = regime.text().held_out(VALID_SEQUENCES)
     found: dict[str, float] = {}
     for r in range(chosen.rounds):
