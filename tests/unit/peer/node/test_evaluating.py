@@ -63,7 +63,7 @@ def test_a_chain_gains_what_the_sum_of_its_payloads_gains() -> None:
         lists.append(part_lists.share_of(stage.peer, tuple(parts)))
         blobs[lists[-1].root] = part_lists.pack(tuple(parts))
     of = tiny.contribution(0, shares=tuple(lists))
-    scorer = Scorer(M, tiny.OPERATOR, None, lambda message: None, blobs.get)  # type: ignore[arg-type]
+    scorer = Scorer(M, tiny.OPERATOR, None, lambda message: None, blobs.get, None)  # type: ignore[arg-type]
     model = Measured(MODEL, theta(), "cpu")
     plain, there = model(WINDOWS), WINDOWS[:, 1:].size
     assigned, other = scorer.gains(model, of, WINDOWS, WINDOWS, plain / there)

@@ -102,6 +102,7 @@ def test_what_makes_no_sense_together_with_an_outer_momentum_is_refused() -> Non
     for lines, head, text in [
         (['topk = 4096\nvalues = "sym2"', nesterov], "", 'outer: optimizer must be sgd where values is "sym2"'),
         ([dense, 'transform = "dct"'], "", "outer: transform must be none, sample 1 where values is fp32, which"),
+        ([dense, "aggregate_topk = 256"], "", 'outer: aggregate_topk must be 0 where values is "fp32"'),
         ([dense, "sample = 0.5"], "", "outer: transform must be none, sample 1 where values is fp32, which"),
         ([dense, 'optimizer = "adam"'], "", 'outer: optimizer must be one of sgd, nesterov, not "adam"'),
         ([dense, nesterov, "momentum = 0.0"], "", "outer: momentum must be more than 0 and less than 1"),
