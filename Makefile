@@ -28,7 +28,7 @@ test: setup
 # Most of `e2e`, `faults` and `hostile` wait for real time to pass, so more of them run beside each other than there are cores. What waits
 # longest comes first; what only computes, and fills the cores whenever others wait, last.
 test-all: setup
-	$(MAKE) -j5 --output-sync=target lint faults hostile e2e-3 e2e-2 e2e-4 unit-2 e2e-1 unit-1 sim types contracts
+	$(MAKE) -j5 --output-sync=target lint hostile faults e2e-4 e2e-3 e2e-1 e2e-2 unit-2 unit-1 sim types contracts
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -59,7 +59,7 @@ unit-2: setup
 	$(BIN)/python -m pytest tests/unit $(addprefix --ignore=,$(UNIT_1))
 
 e2e_files = $(wildcard $(addprefix tests/e2e/test_,$(addsuffix .py,$(1))))
-E2E_1 := $(call e2e_files,typed_commands new_user)
+E2E_1 := $(call e2e_files,typed_commands new_user lying_stages scores several_devices wheel)
 E2E_2 := $(call e2e_files,service doctor)
 E2E_3 := $(call e2e_files,appoint audit error_classes group_signals held_out hours monitor_costs run_set)
 e2e-1: setup

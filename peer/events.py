@@ -547,6 +547,7 @@ def kind_of(body: type[Body]) -> str:
 
 
 KINDS: dict[str, type[Body]] = {kind_of(body): body for body in typing.get_args(Body)}
+_NAMES = {body: kind for kind, body in KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -560,7 +561,7 @@ class Event:
     @property
     def kind(self) -> str:
         """The JSON name of what happened."""
-        return kind_of(type(self.body))
+        return _NAMES[type(self.body)]
 
     @property
     def fields(self) -> dict[str, Any]:

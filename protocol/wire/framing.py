@@ -133,7 +133,13 @@ def repack(value: dict[str, Any]) -> bytes:
     return raw
 
 
+_SINGLE = frozenset((type(None), bool, int, float, str, bytes))
+"""Types of values that have no others in them; most values are of these."""
+
+
 def _canonical(value: Any, depth: int) -> Any:
+    if type(value) in _SINGLE:
+        return value
     if isinstance(value, dict | list | tuple) and depth > MAX_DEPTH:
         raise FrameError(f"message: nested deeper than {MAX_DEPTH}")
     if isinstance(value, dict):

@@ -93,7 +93,7 @@ def _fields(cls: type) -> dict[str, tuple[Convert, bool]]:
 def build(cls: type[T], data: Any, *, where: str = "", ignore_unknown: bool = False) -> T:
     """A `cls` from the map `data`. Raises SchemaError with the dotted field; `__post_init__` errors name `where`."""
     fields = _fields(cls)  # type: ignore[arg-type]
-    if isinstance(data, list | tuple) and cls in _rows:
+    if cls in _rows and isinstance(data, list | tuple):
         if len(data) > len(fields) and not ignore_unknown:
             raise SchemaError(where or "top level", f"has {len(data)} entries; known here: {', '.join(fields)}")
         data = dict(zip(fields, data, strict=False))
@@ -178,11 +178,14 @@ def _bytes_of(base: type, mark: AtMost | Cut) -> int:
     return 1 if base is bytes else _CUT_CHARACTER if isinstance(mark, Cut) else _CHARACTER
 
 
+_SIZED = (str, bytes, list, tuple, dict)
+
+
 def _bounded(convert: Convert, mark: Any) -> Convert:
     """`convert`, with what `mark` says. How much there is of something is looked at before it is converted."""
 
     def at_most(value: Any, path: str, ignore: bool) -> Any:
-        if isinstance(value, str | bytes | list | tuple | dict) and len(value) > mark.count:
+        if isinstance(value, _SIZED) and len(value) > mark.count:
             raise SchemaError(path, f"has {len(value)} entries; at most {mark.count}")
         return convert(value, path, ignore)
 

@@ -118,12 +118,11 @@ class Background:
 
     def event(self, name: str, wanted: Callable[[Event], bool], what: str) -> Event:
         """The first event of process `name` that is `wanted`, as soon as it is in its file."""
-        tail = Tail(self.out / name / "events.jsonl")
+        looks = Tail(self.out / name / "events.jsonl").look(wanted)
         end = time.monotonic() + DEADLINE
         while time.monotonic() < end and (self._thread.is_alive() or self._result is not None):
-            for event in tail.read():
-                if wanted(event):
-                    return event
+            if (event := next(looks)) is not None:
+                return event
             if self._result is not None:
                 break
             self._thread.join(0.05)

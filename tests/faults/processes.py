@@ -65,6 +65,16 @@ class Tail:
             self.events += [event for line in whole.decode().splitlines() if (event := from_json(line)) is not None]
         return self.events
 
+    def look(self, wanted: Callable[[Event], bool], after: int = 0) -> Iterator[Event | None]:
+        """The first event that is `wanted`, those before `after` not counted; None as long as there is none. Each is
+        looked at once: to look at all of them again and again costs more than the processes that tell them."""
+        while True:
+            for event in self.read()[after:]:
+                after += 1
+                if wanted(event):
+                    yield event
+            yield None
+
 
 class Swarm:
     """The bootstrap nodes of `manifest`, whose keys are `keys`, and peers; `memory` of a peer, if not for a full
@@ -191,17 +201,19 @@ class Swarm:
 
     def events(self, name: str) -> list[Event]:
         """Those of `name` so far."""
+        return list(self._tail(name).read())
+
+    def _tail(self, name: str) -> Tail:
         if name not in self._tails:
             self._tails[name] = Tail(self.folder / name / "events.jsonl")
-        return list(self._tails[name].read())
+        return self._tails[name]
 
     def wait(self, name: str, wanted: Callable[[Event], bool], what: str, after: int = 0) -> Event:
         """The first event of `name` that is `wanted`, those before `after` not counted."""
-        end = time.monotonic() + DEADLINE
+        end, looks = time.monotonic() + DEADLINE, self._tail(name).look(wanted, after)
         while time.monotonic() < end:
-            for event in self.events(name)[after:]:
-                if wanted(event):
-                    return event
+            if (event := next(looks)) is not None:
+                return event
             for other, process in self.running.items():
                 if process.poll():
                     errors = (self.folder / other / "stderr.txt").read_text()[-2000:]

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from peer.events import Event
+from peer.events import Attest, ChainReconfigured, Commit, Event, Role, Started, Step
 from protocol.planning import partition
 from protocol.run import layout
 from protocol.run.manifest import Manifest, TimingSpec
@@ -130,19 +130,19 @@ class Campaign:
                 if process.poll() is not None:
                     errors = (self.swarm.folder / name / "stderr.txt").read_text()[-2000:]
                     raise AssertionError(f"{name} ended with {process.returncode} before {what}: {errors}")
-            time.sleep(0.02)  # files have no other sign of news
+            time.sleep(0.05)  # files have no other sign of news
         raise AssertionError(f"{what} did not happen within {PATIENCE:g} s")
 
     def ids(self) -> dict[str, str]:
         """Peer ids by name."""
-        started = {n: [e for e in self.tails[n].read() if e.kind == "started"] for n in self.names}
-        return {name: events[-1].fields["peer"] for name, events in started.items() if events}
+        started = {n: [e.body for e in self.tails[n].read() if isinstance(e.body, Started)] for n in self.names}
+        return {name: bodies[-1].peer for name, bodies in started.items() if bodies}
 
     def commits(self) -> list[Event]:
-        return [e for e in self.tails[NODE].read() if e.kind == "commit"]
+        return [e for e in self.tails[NODE].read() if isinstance(e.body, Commit)]
 
     def round(self) -> int:
-        return max((e.fields["round"] for e in self.commits()), default=-1)
+        return max((e.body.round for e in self.commits() if isinstance(e.body, Commit)), default=-1)
 
     def plan(self) -> dict[str, Any] | None:
         """The newest plan, if it has a chain of four."""
@@ -212,10 +212,10 @@ class Campaign:
         """When a member completed inner steps of the reconfigured chain."""
         events = self.tails[name].read()
         reconfigured = [
-            e.time for e in events if e.kind in ("chain_reconfigured", "role") and e.fields["round"] == round
+            e.time for e in events if isinstance(e.body, ChainReconfigured | Role) and e.body.round == round
         ]
         begin = max(after, reconfigured[-1]) if reconfigured else float("inf")
-        return [e.time for e in events if e.kind == "step" and e.fields["round"] == round and e.time > begin]
+        return [e.time for e in events if isinstance(e.body, Step) and e.body.round == round and e.time > begin]
 
     def _is_back(self, name: str) -> bool:
         """Whether it has a stage in the newest plan, or is a spare of it and holds the whole state before it."""
@@ -225,8 +225,9 @@ class Campaign:
         if any(s["peer"] == peer for r in plan["replicas"] for s in r["stages"]):
             return True
         shards = len(layout.shard_names(self.swarm.manifest.model))
-        attested = (e for e in self.tails[NODE].read()[-400:] if e.kind == "attest" and e.fields["peer"] == peer)
-        holds = any(e.fields["round"] >= round and len(e.fields["digests"]) == shards for e in attested)
+        said = (e.body for e in self.tails[NODE].read()[-400:])
+        attested = (body for body in said if isinstance(body, Attest) and body.peer == peer)
+        holds = any(body.round >= round and len(body.digests) == shards for body in attested)
         return peer in plan["spares"] and holds
 
 

@@ -53,7 +53,7 @@ SECONDS = 2.5
 """Of a round."""
 PUT_OFF = re.compile(r"^peer (\S+): .*; it is in no plan up to round (\d+)$")
 """A node's warning about a peer that missed rounds for which it was planned."""
-PACES = (0.04, 0.12, 0.36)
+PACES = (0.12, 0.36)
 """Seconds of a micro-batch: the next one where the machine is so busy that the chain is worth less than its member
 alone before that one's neighbour has become slow,"""
 SLOWER = 8.0

@@ -51,14 +51,21 @@ def test_a_peer_that_is_back_at_once_loses_nothing(tmp_path: Path) -> None:
 
 
 class Swarm:
-    """A demo with one peer to kill in round 2, and the same command again to restart it."""
+    """A demo of two replicas with one peer to kill in round 2, and the same command again to restart it."""
 
     def __init__(
         self, out: Path, name: str, overlap: int = 0, gone_after: float = 20.0, heartbeat: float = 1.0
     ) -> None:
         self.name = name
+        chains = int(name.startswith("chain"))  # the fewest peers: each costs time in each round
         chosen = swarms.options(
-            out, full=2, chains=1, residual_width=8, rounds=10**6, inner_steps=STEPS, in_memory=False
+            out,
+            full=2 - chains,
+            chains=chains,
+            residual_width=8,
+            rounds=10**6,
+            inner_steps=STEPS,
+            in_memory=False,
         )
         self.folder, self.node = chosen.out / name, chosen.out / "bootstrap"
         of = swarms.manifest(

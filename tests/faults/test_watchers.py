@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
+from peer import events
 from protocol.run.manifest import Manifest, TimingSpec
 from tests.e2e import swarms
 from tests.faults.homes import Homes, homes
@@ -78,9 +79,8 @@ class Watched:
 
     def decided(self) -> int:
         """The newest round that any node has decided, as their events say."""
-        return max(
-            e.fields["round"] for name in self.swarm.nodes for e in self.swarm.events(name) if e.kind == "commit"
-        )
+        told = (e.body for name in self.swarm.nodes for e in self.swarm.events(name))
+        return max(body.round for body in told if isinstance(body, events.Commit))
 
     def silent(self, seconds: float = 6.0) -> None:
         """Waits until all three say that there has been no news for so long, and nothing of what is only known now."""
@@ -162,9 +162,9 @@ def test_a_node_is_killed_and_started_again(run: Watched) -> None:
     run.swarm.kill(NODE)
     run.silent()
     before, began = run.decided(), time.monotonic()
-    events = len(run.swarm.events(NODE))
+    told = len(run.swarm.events(NODE))
     run.swarm.start(NODE)
-    run.swarm.wait(NODE, lambda e: e.kind == "listening", "its start", events)
+    run.swarm.wait(NODE, lambda e: e.kind == "listening", "its start", told)
     print(f"\nthe node took {time.monotonic() - began:.1f} s to start")
     since = time.monotonic()
     run.shows("killed and started again, what it had decided", since, before - 1)

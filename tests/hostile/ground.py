@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import os
 import shutil
@@ -38,14 +39,16 @@ from tests.support.plain_codec import norm_of
 from tests.support.volunteers import Volunteer
 
 SOON = 60.0
+MODEL = dataclasses.replace(volunteers.MODEL, n_layers=2)
 HOLD_SECONDS = 0.2
 """That a round's work takes: nothing is computed, and rounds as fast as they can be would take all processor time."""
 
 
 def manifest(**changes: Any) -> Manifest:
-    """A long run with two replicas at least, and short silences."""
+    """A long run with two replicas at least, short silences, and a model of two blocks: a round costs time by its
+    tensors, however small."""
     timing = TimingSpec(round_deadline=30.0, round_seconds=1.0, heartbeat=0.5, gone_after=5.0)
-    return volunteers.manifest(**{"rounds": 1_000_000, "timing": timing, **changes})
+    return volunteers.manifest(**{"rounds": 1_000_000, "timing": timing, "model": MODEL, **changes})
 
 
 async def hold(peer: str, round: int) -> None:

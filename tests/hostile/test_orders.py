@@ -98,8 +98,8 @@ class Run(Operators):
 
     async def start_chain(self) -> None:
         """Starts the two stages of a chain, peers a and b."""
-        manifest = self.manifest
-        half = max(stage_memory(manifest, 0, 2), stage_memory(manifest, 2, manifest.model.n_layers))
+        manifest, layers = self.manifest, self.manifest.model.n_layers
+        half = max(stage_memory(manifest, 0, layers // 2), stage_memory(manifest, layers // 2, layers))
         for name in ("a", "b"):
             await self.listen(identity(name))
             self.start(name, memory=half)

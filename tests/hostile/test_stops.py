@@ -156,7 +156,7 @@ class Promiser(Trainee):
 
 
 async def test_payloads_that_are_promised_and_never_come_hold_up_nobody(tmp_path: Path) -> None:
-    """However many: each round sixteen other offers of six payloads each, for all of which the node is told to wait."""
+    """However many: each round sixteen other offers of four payloads each, for which the node is told to wait."""
 
     async with Ground(tmp_path) as ground:
         await ground.join("a", "b")

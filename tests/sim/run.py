@@ -40,7 +40,7 @@ from tests.sim.world import POINTS, Violation
 
 SEEDS = 313
 """The number of runs, from seed 0 on, that see everything at least once."""
-FEW = (0, 2, 6, 12, 13, 18, 24, 27, 30, 57, 58, 61, 67, 80, 147, 301)
+FEW = (2, 6, 12, 13, 18, 24, 27, 30, 57, 58, 61, 67, 80, 147, 232, 301)
 """These do so, too, today."""
 HAPPENS = (
     "dropped", "doubled", "held up", "partitions", "cuts", "jumps of the wall clock", "losses of power",

@@ -15,13 +15,18 @@ import pytest
 from tests.sim import bugs
 from tests.sim.run import COLLUDE, FEW, SEEDS, Life, lives, unseen
 
+MORE = 16
+"""Lives between two looks at what was seen."""
+
 
 def lived(seen: Callable[[Counter[str]], bool], few: Sequence[int], most: int = SEEDS, **chosen: int) -> list[Life]:
     """The lives of a `few` seeds, in which all that is to happen was `seen` when they were chosen; where the code has
-    changed so that it is not any more, those of all seeds up to `most`, too. Every promise is kept in each of them."""
-    found = list(lives(few, **chosen))
-    if not seen(stats_of(found)):
-        found += lives([seed for seed in range(most) if seed not in few], **chosen)
+    changed so that it is not any more, those of others up to `most`, too, until it is. Every promise is kept in each
+    of them."""
+    found, others = list(lives(few, **chosen)), [seed for seed in range(most) if seed not in few]
+    while others and not seen(stats_of(found)):
+        found += lives(others[:MORE], **chosen)
+        del others[:MORE]
     broken = [
         f"seed {s}: {text}; replay: python -m tests.sim.run --seed {s}, and {chosen}" for s, _, text in found if text
     ]
@@ -48,7 +53,7 @@ def test_other_methods_of_the_family_keep_every_promise() -> None:
 
 
 def test_made_up_identities_that_say_what_they_like_break_no_promise() -> None:
-    lived(lambda stats: stats["lies"] > 1000, (0, 2, 3), liars=6)
+    lived(lambda stats: stats["lies"] > 1000, (2, 3), liars=6)
 
 
 def test_an_open_run_with_newcomers_on_probation_keeps_every_promise() -> None:
@@ -57,11 +62,11 @@ def test_an_open_run_with_newcomers_on_probation_keeps_every_promise() -> None:
 
 
 def test_dishonest_operators_of_a_quorum_that_bears_them_break_no_promise() -> None:
-    lived(lambda stats: stats["lies"] > 500 and stats["accused"] > 2, (1, 7, 29, 40, 44), lying_nodes=True)
+    lived(lambda stats: stats["lies"] > 500 and stats["accused"] > 2, (1, 7, 29), lying_nodes=True)
 
 
 def test_dishonest_operators_hold_up_no_round_for_more_than_two_leases() -> None:
-    lived(lambda stats: stats["lies"] > 100, range(4), lying_nodes=True, calm=True)
+    lived(lambda stats: stats["lies"] > 100, (0, 2), lying_nodes=True, calm=True)
 
 
 def test_strangers_hold_up_no_round_for_more_than_two_leases_once_somebody_has_brought_work() -> None:
@@ -69,7 +74,7 @@ def test_strangers_hold_up_no_round_for_more_than_two_leases_once_somebody_has_b
 
 
 def test_colluders_break_no_promise_and_have_no_honest_work_left_out() -> None:
-    lived(lambda stats: all(stats[x] for x in COLLUDE), (7, 11), colluders=True)
+    lived(lambda stats: all(stats[x] for x in COLLUDE), (11,), colluders=True)
 
 
 def test_who_offers_the_same_bytes_again_holds_up_no_round() -> None:
@@ -88,7 +93,7 @@ def test_in_long_runs_archives_remove_nothing_that_is_needed() -> None:
     lived(lambda stats: all(stats[x] for x in happens), (0, 1), most=3, long=True)
 
 
-@pytest.mark.parametrize(("calm", "few"), [(False, range(4)), (True, range(12, 14))])
+@pytest.mark.parametrize(("calm", "few"), [(False, (1, 2, 3)), (True, (12, 13))])
 def test_chains_that_quarrel_by_chance_break_no_promise_and_hold_up_no_round_for_more_than_two_leases(
     calm: bool, few: Sequence[int]
 ) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,8 @@ from tests.support.liars import Liar
 from tests.support.volunteers import MODEL, Swarm, Volunteer
 
 MADE_UP = [Identity(hashlib.sha256(b"made up %d" % number).digest()) for number in range(30)]
+Digests = dict[str, str]
+"""By shard."""
 LARGE = OuterSpec(topk=2048)
 """Payloads of ten rounds are more bytes than a state: so newcomers take one."""
 FALSE = {
@@ -60,15 +62,14 @@ async def made_up(swarm: Swarm, folder: Path, many: int = len(MADE_UP)) -> Async
         storage.close()
 
 
-def digests_of(swarm: Swarm) -> list[dict[str, str]]:
-    """Of the state after each round, as the log gives it."""
+def digests_of(swarm: Swarm) -> list[Digests]:
+    """Of the state after each round, as the log gives it: that is computed anew."""
     states = replay.replay(swarm.manifest, swarm.archive.commits, swarm.archive.blobs.get)
     return [dict(state.digests) for state in states]
 
 
-def believes_the_log(swarm: Swarm, commits: list[Commit]) -> None:
-    """What commits say of states is what the log gives."""
-    right = digests_of(swarm)
+def believes_the_log(commits: Sequence[Commit], right: Sequence[Digests]) -> None:
+    """What commits say of states is what the log gives: `right` (`digests_of`)."""
     for commit in commits[1:]:
         assert commit.digests.items() <= right[commit.round - 1].items()
 

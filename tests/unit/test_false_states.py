@@ -67,7 +67,7 @@ async def test_a_node_with_an_auditor_believes_the_log_whatever_most_of_the_weig
         never_doubted(honest)
         for peer in (*false, honest, auditor):
             await is_right(swarm, peer)
-        believes_the_log(swarm, swarm.archive.commits)
+        believes_the_log(swarm.archive.commits, digests_of(swarm))
         plans = [commit.plan for commit in swarm.archive.commits if commit.plan is not None]
         assert not any(auditor.id in replica.peers for plan in plans for replica in (*plan.replicas, *plan.forming))
 

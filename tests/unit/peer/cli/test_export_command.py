@@ -14,7 +14,7 @@ from peer.cli.export import public_line
 from peer.ui.model_card import CARD, Card
 from protocol.run.manifest import HintSpec
 from protocol.run.short_line import join_line
-from tests.support import hub, tiny
+from tests.support import hub, potluck, tiny
 from tests.support.exports import written
 from tests.support.invitations import CLOSED, ticket
 
@@ -83,8 +83,9 @@ def test_what_cannot_be_is_refused_before_any_work(folder: Path, tmp_path: Path)
     assert code == 2
     assert "HF_HUB_OFFLINE is set" in line
     for name in ("words", "a/b/c", "a b/c", "--/x"):
-        code, _, (line,) = pushed(folder, nowhere, name)
-        assert code == 2, name
+        done = potluck.run("export", folder, "--push", name, text=True)
+        assert done.returncode == 2, name
+        (line,) = done.stderr.splitlines()
         assert "write OWNER/NAME" in line
 
 
