@@ -106,6 +106,9 @@ campaign: setup
 	$(BIN)/python -m tests.sim.run --seeds 0:1000 --liars 30
 	$(BIN)/python -m tests.sim.run --seeds 0:1000 --colluders
 	$(BIN)/python -m tests.sim.run --seeds 0:1000 --family
+	$(BIN)/python -m tests.sim.run --seeds 0:9 --long
+	$(BIN)/python -m tests.sim.run --seeds 0:1000 --aggregates
+	$(BIN)/python -m tests.sim.run --seeds 0:1000 --aggregates --lying-nodes
 	$(BIN)/python -m tests.sim.run --seeds 0:1000 --probation 1
 	$(BIN)/python -m tests.sim.run --seeds 0:1000 --lying-nodes
 	$(BIN)/python -m tests.sim.run --seeds 0:1000 --lying-nodes --calm
