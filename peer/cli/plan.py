@@ -21,7 +21,7 @@ from peer.ui.monitor import Monitor
 from peer.ui.text import blocks, clean, count, duration, meant, rate, size
 from protocol.errors import UsageError, shown
 from protocol.identity import short_peer
-from protocol.ledger import part_lists, retention, schedule
+from protocol.ledger import aggregation, part_lists, retention, schedule
 from protocol.planning import memory
 from protocol.planning.budget import Budget, holds_whole
 from protocol.planning.partition import Candidate, candidate
@@ -376,6 +376,11 @@ def plan_lines(
         f"a round brings {size(a_round)} of payloads; each operator's node keeps"
         f" {size(retention.archive_bytes(manifest, a_round))} of states and payloads at most"
     )
+    if manifest.outer.aggregate_topk:
+        yield (
+            f"from {aggregation.least_replicas(manifest)} replicas on the nodes add up the updates, and each peer"
+            f" fetches {size(aggregation.largest_aggregate(manifest))} a round at most"
+        )
 
 
 def _speedup(manifest: Manifest, candidates: Sequence[Candidate], total: float) -> str:

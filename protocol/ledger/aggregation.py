@@ -29,6 +29,11 @@ def is_aggregated(manifest: Manifest, commit: Commit) -> bool:
     return bool(manifest.outer.aggregate_topk) and commit.payload_bytes >= AGGREGATE_WORTH * largest_aggregate(manifest)
 
 
+def least_replicas(manifest: Manifest) -> int:
+    """The fewest full replicas whose updates can have aggregates."""
+    return -(-AGGREGATE_WORTH * largest_aggregate(manifest) // part_lists.largest_update(manifest))
+
+
 def fetched_bytes(manifest: Manifest, commit: Commit) -> int:
     """The most bytes that a peer that holds all shards fetches to apply a commit."""
     return largest_aggregate(manifest) if is_aggregated(manifest, commit) else commit.payload_bytes

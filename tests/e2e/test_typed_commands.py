@@ -27,11 +27,14 @@ from tests.support.roles import make_manifest
 
 APPOINTED = "tests/e2e/test_appoint.py"
 DOCTOR = "tests/e2e/test_doctor.py"
+SITE = "tests/e2e/test_site.py"
 PROCESSES = "tests/faults/processes.py"
 ELSEWHERE = {
     "potluck doctor ADDRESS --json": DOCTOR,
     "potluck doctor ADDRESS --devices 0,1,2,3": DOCTOR,
     "potluck join ADDRESS --devices 0,1,2,3": "tests/e2e/test_several_devices.py",
+    "potluck join ADDRESS --site 192.168.1.5:7100 --rank 0/2": SITE,
+    "potluck join ADDRESS --site 192.168.1.5:7100/SECRET --rank 1/2": SITE,
     "potluck bootstrap run.toml --initial-peer ADDRESS": PROCESSES,
     "potluck join LINE": "tests/hostile/test_invitations.py",
     "potluck eval demo-run/bootstrap --tasks hellaswag,arc_easy": "tests/e2e/test_export.py",

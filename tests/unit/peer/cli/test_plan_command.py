@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from peer.cli import plan as command
+from peer.ui.text import size
 from protocol.errors import UsageError
+from protocol.ledger import aggregation
 from protocol.planning import partition
 from protocol.run import manifest as manifests
 from protocol.wire.announcement import NODE_DEVICE, Announcement
@@ -66,6 +68,17 @@ def test_a_list_of_peers_is_planned_and_explained(tmp_path: Path) -> None:
         assert text.count(f" {name}") >= 1
     assert "limit: " in text
     assert any(line.startswith("  spare  p3: its memory holds no stage: the smallest needs ") for line in said)
+
+
+def test_a_plan_says_from_how_many_replicas_on_nodes_add_up_the_updates(tmp_path: Path) -> None:
+    assert not any("add up" in line for line in _said(tmp_path))
+    made = plans.manifest_of("0.5B")
+    made = dataclasses.replace(made, outer=dataclasses.replace(made.outer, aggregate_topk=256))
+    (tmp_path / "run.toml").write_text(manifests.to_toml(made))
+    said = planned(str(tmp_path / "peers.toml"), figures=False)
+    fetches = size(aggregation.largest_aggregate(made))
+    first = f"from {aggregation.least_replicas(made)} replicas on the nodes add up the updates"
+    assert f"{first}, and each peer fetches {fetches} a round at most" in said
 
 
 def test_a_plan_says_whether_the_swarm_pays_beside_its_fastest_machine(tmp_path: Path) -> None:

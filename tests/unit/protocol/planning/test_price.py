@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.ledger import aggregation, part_lists
 from protocol.planning.arrange import Arranged, arrange, gains
 from protocol.planning.objective import LOST, OWN, SPARE, Swarm, padded, with_others
 from protocol.planning.partition import Candidate
@@ -93,6 +94,20 @@ def test_of_many_homes_as_many_train_as_bring_most(count: int) -> None:
 def test_with_overlap_fifty_homes_all_train() -> None:
     replicas, spares = arrange(run(overlap=1), homes(50))
     assert (len(replicas), spares) == (50, ())
+
+
+def test_with_aggregates_all_homes_train_and_each_loses_the_same() -> None:
+    manifest, peers = run(), homes(90)
+    added = dataclasses.replace(manifest, outer=OuterSpec(aggregate_topk=256))
+    least = aggregation.least_replicas(added)
+    assert 8 < least < 16
+    replicas, spares = arrange(added, peers)
+    assert (len(replicas), spares) == (90, ())
+    assert sum(r.rate for r in replicas) > 2 * sum(r.rate for r in arrange(manifest, peers)[0])
+    swarm = Swarm(added, peers)
+    fetched = [swarm.fetched_beside(number - 1) for number in (1, least - 1, least, 90, 10_000)]
+    size = aggregation.largest_aggregate(added) / part_lists.largest_update(added)
+    assert fetched == [0, least - 2, *[pytest.approx(size)] * 3]
 
 
 def test_where_replicas_are_dear_machines_join() -> None:
