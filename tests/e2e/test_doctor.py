@@ -25,6 +25,7 @@ from peer.cli.doctor import BAD, GOOD, MACHINE_STEPS, RUN_STEPS, UNKNOWN, WARNIN
 from peer.net.base import Clock
 from peer.net.disk import Disk
 from peer.net.sockets import SocketFolder
+from protocol.planning import budget
 from protocol.wire import encoding
 from protocol.wire.announcement import NODE_DEVICE, VERSION, Announcement
 from tests.benchmarks import doctor as promises
@@ -127,10 +128,12 @@ def test_a_machine_with_two_devices_is_told_what_they_would_do_together(swarm: S
     assert re.search(r"a full replica: [\d,]+ tokens per second by its measured speed", found["role"].text)
     assert "devices" not in found
     assert not list((tmp_path / "b").glob("speed-test*"))
-    tight = ("--memory", memory - 1)
+    together = sum(budget.needs_of(swarm.manifest, 0, swarm.manifest.model.n_layers, "2 x cpu"))
+    assert together < memory
+    tight = ("--memory", together - 1)
     found, works = examined(swarm.addresses[0], *options, *tight, env=unmeasured(tmp_path / "site"))
     assert works, found
-    assert found["devices"].text.startswith("each of the 2 must hold the whole model")
+    assert found["devices"].text.startswith("the 2 do not hold the whole model together")
     assert "only cpu trains" in found["devices"].remedy
 
 
