@@ -40,7 +40,7 @@ from tests.sim.world import POINTS, Violation
 
 SEEDS = 313
 """The number of runs, from seed 0 on, that see everything at least once."""
-FEW = (2, 6, 12, 13, 18, 24, 27, 30, 57, 58, 61, 67, 80, 147, 232, 301)
+FEW = (0, 6, 19, 30, 58, 66, 67, 80, 96, 99, 139, 140, 147, 148, 270)
 """These do so, too, today."""
 HAPPENS = (
     "dropped", "doubled", "held up", "partitions", "cuts", "jumps of the wall clock", "losses of power",
