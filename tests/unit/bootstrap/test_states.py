@@ -309,7 +309,7 @@ async def test_weights_to_begin_with_are_fetched_by_another_node_and_removed_lik
             await swarm.until(lambda: not archive.lacks(0) or archive.states.begin > 0)
             begin = await pruned(swarm, archive)
             assert not set(first.values()) & set(archive.blobs)
-            assert is_whole(archive)
+            await swarm.until(lambda: is_whole(archive))
         assert begin > 0
         await pruned(swarm, swarm.archive)
         assert not set(first.values()) & set(swarm.archive.blobs)
