@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 from peer.net.base import Clock
 from peer.net.blobs import BlobStore
 from protocol.ledger import aggregation
+from protocol.ledger.part_lists import Lists
 from protocol.quorum.paxos import Quorum
 from protocol.quorum.paxos_events import Judged, Objection
 from protocol.round import fairness
@@ -106,19 +107,20 @@ class AggregateMaker:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
+        self._read = require(self.blobs.get)
         self._made: tuple[str, Aggregated] | None = None
 
     def make(self, commit: Commit) -> Aggregated:
         """Returns the aggregates of a commit's updates, which are stored. Raises Missing, UsageError."""
         with self._lock:
             if self._made is None or self._made[0] != commit.digest:
-                shards = layout.shard_names(self.manifest.model)
-                made = Aggregated(round=commit.round, aggregates=tuple(self._one(commit, shard) for shard in shards))
-                self._made = commit.digest, made
+                shards, lists = layout.shard_names(self.manifest.model), aggregation.lists_of(commit, self._read)
+                made = tuple(self._one(commit, shard, lists) for shard in shards)
+                self._made = commit.digest, Aggregated(round=commit.round, aggregates=made)
             return self._made[1]
 
-    def _one(self, commit: Commit, shard: str) -> Aggregate:
-        found = aggregation.contributions(commit, shard, require(self.blobs.get))
+    def _one(self, commit: Commit, shard: str, lists: Lists) -> Aggregate:
+        found = aggregation.contributions(commit, shard, lists, self._read)
         payload = aggregation.aggregate(self.manifest, shard, found)
         name = self.blobs.put(payload, commit.round + 1)
         return Aggregate(shard=shard, digest=name, size=len(payload))
@@ -174,8 +176,13 @@ class ProposalChecker:
             members = len(head.members if head is not None else sight.manifest.first_members)
             self.put(Judged(commit.digest, self._doubts.weigh(peer, commit.round, found, members)))
 
-    def _make(self, commit: Commit) -> tuple[Aggregate, ...]:
-        return self.aggregates(commit).aggregates
+    def wrong_aggregates(self, sight: NodeView, commit: Commit) -> Objection | None:
+        """Returns the objection to a commit's aggregates: a doubt where this node cannot make them."""
+        try:
+            return fairness.wrong_aggregates_in(sight, commit, lambda of: self.aggregates(of).aggregates)
+        except Exception as error:  # a payload may be missing, or a disk full
+            fairness_log.warning("the aggregates in round %d cannot be checked: %s", commit.round, error)
+            return Objection("names aggregates that this node cannot make", False) if sight.settled else None
 
     def _judge(self, sight: NodeView, commit: Commit) -> Objection | None:
         if (lie := fairness.lie_in(sight, commit)) is not None:
@@ -190,12 +197,8 @@ class ProposalChecker:
             return Objection("cannot be judged", False)
         if (wrong := fairness.wrong_refutation_in(sight, commit, self.compute)) is not None:
             return wrong
-        try:
-            if (wrong := fairness.wrong_aggregates_in(sight, commit, self._make)) is not None:
-                return wrong
-        except Missing as error:
-            fairness_log.info("the aggregates in round %d cannot be checked: %s", commit.round, error)
-            return Objection("names aggregates that this node cannot make", False) if sight.settled else None
+        if (wrong := self.wrong_aggregates(sight, commit)) is not None:
+            return wrong
         try:
             return fairness.doubt_in(sight, commit)
         except Exception:  # announcements that the planner cannot bear end no node, and are no reason to accuse one

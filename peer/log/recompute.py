@@ -177,5 +177,6 @@ def _step(manifest: Manifest, replay: Outer, shard: str, commit: Commit, get: Re
             raise KeyError(name)
         return data
 
-    codec, found = aggregation.applied(manifest, commit, shard, aggregation.contributions(commit, shard, read))
+    items = aggregation.contributions(commit, shard, aggregation.lists_of(commit, read), read)
+    codec, found = aggregation.applied(manifest, commit, shard, items)
     replay.apply(shard, found, codec=codec)

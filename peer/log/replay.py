@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,11 +83,10 @@ def replay(manifest: Manifest, commits: Sequence[Commit], payload: Callable[[str
         outer.theta[shard] = _read_shard(manifest, shard, digest, wanted(0, digest), in_memory)
 
     for commit in commits:
-        lists = {share.root: part_lists.unpack(wanted(commit.round, share.root)) for share in commit.shares}
+        read = functools.partial(wanted, commit.round)
+        lists = aggregation.lists_of(commit, read)
         for shard in shards:
-            items = [(w, wanted(commit.round, part.digest)) for w, part, _ in commit.payloads(shard, lists)]
-            codec, found = aggregation.applied(manifest, commit, shard, items)
-            outer.apply(shard, found, codec=codec)
+            _apply(outer, manifest, commit, shard, aggregation.contributions(commit, shard, lists, read))
         yield State(commit.round, dict(outer.theta), {shard: outer.digest(shard) for shard in shards})
 
 

@@ -177,6 +177,12 @@ class Exchange:
 
             self._begin(round, share.root, work)
 
+    def prefetch_commit(self, commit: Commit, shards: Collection[str]) -> None:
+        """Begins to fetch the parts of these shards in a commit, unless their aggregates are applied."""
+        if not aggregation.is_aggregated(self.manifest, commit):
+            for share in commit.shares:
+                self.prefetch(commit.round, share, shards)
+
     def _prefetch_parts(self, round: int, share: Share, shards: Collection[str]) -> None:
         for part in self.lists.get(share.root, ()):
             wanted = part.shard in shards and retention.fits(self.manifest, part)
@@ -209,9 +215,8 @@ class Exchange:
             return Committed({}, set(), codec)
         round = commit.round
         for later in range(round + 1, round + 1 + ROUNDS_AHEAD):
-            if later in log and not aggregation.is_aggregated(self.manifest, log[later]):
-                for share in log[later].shares:
-                    self.prefetch(later, share, shards)
+            if later in log:
+                self.prefetch_commit(log[later], shards)
         lost = functools.partial(failed, round)
         if self._fetches_states and aggregation.is_aggregated(self.manifest, commit):
             if aggregates := await self._aggregates_of(commit, log, lost):

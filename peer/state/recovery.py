@@ -313,9 +313,7 @@ class Recovery:
     def _prefetch(self, shard: str, after: int, round: int) -> None:
         """Begins to fetch the payloads of the first rounds after a state that is being fetched."""
         for r in range(after + 1, min(after + PREFETCHED_ROUNDS, round) + 1):
-            if not aggregation.is_aggregated(self.manifest, self.log[r]):
-                for share in self.log[r].shares:
-                    self.exchange.prefetch(r, share, [shard])
+            self.exchange.prefetch_commit(self.log[r], [shard])
 
     async def _load(self, shard: str, base: Base, line: asyncio.Lock) -> list[NDArray[np.float32]] | None:
         """The shard's tensors at `base`; None where they cannot be had. `line` is held while a shard is computed, or

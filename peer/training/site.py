@@ -148,7 +148,7 @@ class Gathering:
         return found
 
     def close(self) -> None:
-        """Stops listening, and ends connections that nobody took."""
+        """Stops listening, and closes the connections that `take` has not returned."""
         self._listening.close()
         for member in self._there.values():
             member.way.close()

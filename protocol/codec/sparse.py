@@ -378,11 +378,13 @@ def aggregate(
     empty: Empty = topk.in_memory,
 ) -> bytes:
     """The payload, in the codec `into`, of the total that `apply` subtracts: its largest entries, with values of their
-    own. Raises PayloadError."""
+    own. A sum beyond fp32 counts as the largest value of fp32. Raises PayloadError."""
     zeros = empty(list(shapes))
     for array in zeros:
         array.fill(0)
-    return encode(into, apply(codec, zeros, contributions, np.float32(-1), run, empty), run)
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = apply(codec, zeros, contributions, np.float32(-1), run, empty)
+    return encode(into, [np.nan_to_num(array, copy=False) for array in total], run)
 
 
 def _descend(

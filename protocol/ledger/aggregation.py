@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from protocol.codec.formats import Codec
 from protocol.codec.topk import Map
 from protocol.ledger import part_lists
+from protocol.ledger.part_lists import Lists
 from protocol.run import layout
 from protocol.run.manifest import AGGREGATE_WORTH, Manifest
 from protocol.wire.commit import Aggregate, Commit, liars_borne
@@ -52,23 +53,20 @@ def largest_aggregate(manifest: Manifest) -> int:
 
 def largest_part(manifest: Manifest, shard: str) -> int:
     """The most bytes that the aggregate of a shard can have."""
-    return _largest(manifest.outer.aggregate_codec, layout.shapes(manifest.model, shard))
-
-
-@functools.lru_cache(maxsize=2 * layout.MAX_LAYERS)
-def _largest(codec: Codec, shapes: tuple[tuple[int, ...], ...]) -> int:
-    from protocol.codec import sparse
-
-    return sparse.max_payload_size(codec, shapes)
+    return part_lists.largest(manifest.outer.aggregate_codec, manifest.model, shard)
 
 
 Weighted = list[tuple[float, bytes]]
 """Weights and payloads, in the order of their addition."""
 
 
-def contributions(commit: Commit, shard: str, read: Callable[[str], bytes]) -> Weighted:
-    """All payloads of a shard in a commit, with their weights. Raises BadList, and what `read` raises for a name."""
-    lists = {share.root: part_lists.unpack(read(share.root)) for share in commit.shares}
+def lists_of(commit: Commit, read: Callable[[str], bytes]) -> Lists:
+    """The lists of parts of a commit. Raises BadList, and what `read` raises for a name."""
+    return {share.root: part_lists.unpack(read(share.root)) for share in commit.shares}
+
+
+def contributions(commit: Commit, shard: str, lists: Lists, read: Callable[[str], bytes]) -> Weighted:
+    """All payloads of a shard in a commit, with their weights. Raises what `read` raises for a name."""
     return [(weight, read(part.digest)) for weight, part, _ in commit.payloads(shard, lists)]
 
 
@@ -117,8 +115,8 @@ class Named:
             self._said[node] = said
 
     def of(self, commit: Commit, log: Mapping[int, Commit]) -> tuple[Aggregate, ...]:
-        """Returns the aggregates of a round that has them, as the log names them, or more of the nodes that decide the
-        next round than may lie; empty if neither does yet."""
+        """Returns the aggregates of a round: those in the next commit, else those that f + 1 of the 3f + 1 members of
+        the next round name; empty while there are none."""
         if commit.round + 1 in log:
             return log[commit.round + 1].aggregates
         heard = [self._said[member] for member in commit.members if member in self._said]

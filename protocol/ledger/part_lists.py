@@ -145,7 +145,7 @@ def why_not_parts(manifest: Manifest, shards: Sequence[str], parts: Parts) -> st
 
 def largest_payload(manifest: Manifest, shard: str) -> int:
     """The most bytes that a payload of `shard` can have."""
-    return _largest(manifest.outer.codec, manifest.model, shard)
+    return largest(manifest.outer.codec, manifest.model, shard)
 
 
 def largest_update(manifest: Manifest) -> int:
@@ -154,7 +154,8 @@ def largest_update(manifest: Manifest) -> int:
 
 
 @functools.lru_cache(maxsize=2 * layout.MAX_LAYERS)
-def _largest(codec: Codec, model: layout.ModelSpec, shard: str) -> int:
+def largest(codec: Codec, model: layout.ModelSpec, shard: str) -> int:
+    """The most bytes that a payload of `shard` can have in this codec."""
     from protocol.codec import sparse
 
     return sparse.max_payload_size(codec, layout.shapes(model, shard))

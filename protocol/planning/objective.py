@@ -165,7 +165,7 @@ class Swarm:
         """Bits a second at which payloads come: other homes send them."""
         self._most_fetched, self._replicas = table.most_fetched
         self.others: float = 0
-        """How many others' updates the replica that is rated fetches."""
+        """What the replica that is rated fetches, in multiples of an update."""
         self.presence = np.array([min(max(c.presence, 0.0), 1.0) for c in candidates])
         self.private = np.array([c.reachable == "private" for c in candidates], dtype=bool)
         self.relayed_bps = relay_bps / max(1, int(self.private.sum()) // 2)
@@ -183,7 +183,7 @@ class Swarm:
         self.deeper_caps = [self._holding.caps_at(caps, depth) for depth in depths]
 
     def fetched(self, others: Floats) -> Floats:
-        """[K]: as how many updates count the bytes that a replica fetches beside so many others [K]."""
+        """[K]: what a replica fetches in a plan with `others` [K] other replicas, in multiples of an update."""
         return np.where(others + 1 >= self._replicas, np.minimum(others, self._most_fetched), others)
 
     def fetched_beside(self, others: int) -> float:

@@ -73,7 +73,8 @@ class Shapes:
     overlap: bool
     """Whether training goes on while a round's payloads travel."""
     most_fetched: tuple[float, float]
-    """As how many updates an aggregate counts, and from how many replicas on a round has one; infinite: never."""
+    """The size of an aggregate in multiples of an update, and the fewest replicas of a round that has one; infinite
+    without aggregates."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -155,7 +156,7 @@ def _payload_bits(manifest: Manifest) -> Floats:
 
 
 def _most_fetched(manifest: Manifest, payload_bits: float) -> tuple[float, float]:
-    """As how many updates an aggregate counts, and from how many replicas on a round has one."""
+    """See `Shapes.most_fetched`."""
     if not manifest.outer.aggregate_topk:
         return math.inf, math.inf
     codec, shards = manifest.outer.aggregate_codec, layout.shard_names(manifest.model)

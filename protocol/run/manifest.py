@@ -29,7 +29,7 @@ from protocol.wire.schema import LATER, AtMost, Digest, SchemaError, Within, bri
 TRAINING_SHARE = 0.8
 """Share of a round's deadline that replicas may train for: the rest is for their offers."""
 AGGREGATE_WORTH = 2
-"""A round has aggregates where its updates have so many times their bytes."""
+"""Least ratio of the updates' bytes to the aggregates' in a round that has aggregates."""
 FORMAT = 1
 QUORUMS = (1, 4, 7)
 """The numbers of nodes that may decide, 3f + 1: they go on with f of them lost, and f dishonest ones do no harm."""

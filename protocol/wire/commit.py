@@ -196,7 +196,7 @@ class Commit:
     def shares(self) -> tuple[Share, ...]:
         return tuple(share for c in self.contributions for share in c.shares)
 
-    @property
+    @functools.cached_property
     def payload_bytes(self) -> int:
         """Bytes of all payloads."""
         return sum(c.size for c in self.contributions)

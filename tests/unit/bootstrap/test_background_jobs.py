@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from typing import Any
 
 import pytest
 
-from bootstrap.background_jobs import LatestJob, require
+from bootstrap.background_jobs import LatestJob, Missing, ProposalChecker, require
+from peer.net.base import Clock
+from protocol.codec.sparse import PayloadError
+from protocol.errors import UsageError
+from protocol.ledger import run_state
+from protocol.round.fairness import NodeView
+from protocol.wire.commit import Aggregate, Commit
+from tests.support import tiny
 
 
 @pytest.mark.parametrize(("late", "fails"), [(0, 0), (2, 0), (0, 2)])
@@ -27,3 +36,19 @@ async def test_a_job_is_done_as_soon_as_it_can_be(late: int, fails: int) -> None
     assert asked == ["x"] * (late + fails + 1)
     assert not running.done()
     running.cancel()
+
+
+@pytest.mark.parametrize("error", [Missing("no payload"), UsageError("no space"), PayloadError("no payload")])
+def test_aggregates_that_cannot_be_made_are_a_doubt_and_end_no_node(error: Exception) -> None:
+    def fails(commit: Commit) -> Any:
+        raise error
+
+    unused: Any = None
+    checker = ProposalChecker(unused, unused, Clock(), unused, unused, unused, unused, fails)
+    before, named = tiny.commit(), (Aggregate(shard="embed", digest="0" * 64, size=9),)
+    sight = NodeView(state=run_state.fold(tiny.manifest(), [before]), chains=None, wall=0.0, settled=True)
+    commit = tiny.commit(before=before, aggregates=named)
+    doubt = checker.wrong_aggregates(sight, commit)
+    assert doubt is not None
+    assert not doubt.lie
+    assert checker.wrong_aggregates(dataclasses.replace(sight, settled=False), commit) is None

@@ -102,6 +102,16 @@ def test_the_state_moves_by_the_aggregate_to_the_last_bit() -> None:
     assert aggregation.applied(RUN, few, "embed", contributions) == (RUN.outer.codec, contributions)
 
 
+def test_a_sum_beyond_fp32_is_an_aggregate_too() -> None:
+    """Updates of the largest values there are end no node; without aggregates the state would be infinite."""
+    largest = float(np.finfo(np.float32).max)
+    update = [np.full(shape, -largest, dtype=np.float32) for shape in SHAPES]
+    payload = sparse.encode(RUN.outer.codec, update)
+    made = aggregation.aggregate(RUN, "embed", [(1.0, payload)] * 3)
+    (sent,) = sparse.decode(RUN.outer.aggregate_codec, SHAPES, made)
+    assert sent.values.min() == -largest
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_an_aggregate_does_not_depend_on_who_makes_it(threads: int) -> None:
     outer = Outer(RUN.model, RUN.outer.codec, 1.0, 1.0, threads=threads)
